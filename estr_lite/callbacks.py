@@ -1,0 +1,185 @@
+"""What happens around a training step: publish the new version, record the step, show it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from peft import PeftModel
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from estr_lite.data import Stream
+from estr_lite.diagnostics import histogram, trajectory_staleness
+from estr_lite.module import PolicyModule
+from estr_lite.policy.adapter import Adapter, AdapterStore, peft_config, read_tensors, save
+from estr_lite.policy.score import score_sequence
+from estr_lite.rollout.mailbox import Mailbox
+from estr_lite.rollout.worker import Producer
+from estr_lite.run_folder import RunFolder
+from estr_lite.tasks.base import Tokenizer
+from estr_lite.types import Batch
+
+PLAIN_EVERY = 10.0  # seconds between progress lines where there is no terminal
+
+
+def publish(model: PeftModel, version: int, store: AdapterStore, mailbox: Mailbox, probe: Tensor) -> None:
+    """Put the adapter as it is into the store as `version`, with its canary score, then announce it."""
+    store.add(
+        Adapter(version, read_tensors(model), score_sequence(model.get_base_model(), probe.to(model.device)).cpu())
+    )  # pyright: ignore[reportArgumentType]
+    mailbox.announce(version)
+
+
+class Publish(Callback):
+    """After step s the adapter is version s + 1; versions that no later ticket can name are forgotten."""
+
+    def __init__(self, store: AdapterStore, mailbox: Mailbox, probe: Tensor, horizon: int, run: RunFolder) -> None:
+        self._store, self._mailbox, self._probe, self._horizon, self._run = store, mailbox, probe, horizon, run
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int) -> None:  # fmt: skip
+        assert isinstance(pl_module, PolicyModule)
+        version = batch.step + 1
+        publish(pl_module.model, version, self._store, self._mailbox, self._probe)
+        self._store.discard_below(max(0, version - self._horizon))
+        self._run.event("publish", version=version)
+
+
+class Record(Callback):
+    """Timing metrics, the event log, sampled rollouts and kept adapters."""
+
+    def __init__(
+        self, run: RunFolder, stream: Stream, mailbox: Mailbox, producer: Producer, tokenizer: Tokenizer,
+        adapters_every: int, rollouts_every: int, rollouts_groups: int,
+    ) -> None:  # fmt: skip
+        self._run, self._stream, self._mailbox, self._producer, self._tokenizer = (
+            run,
+            stream,
+            mailbox,
+            producer,
+            tokenizer,
+        )
+        self._adapters_every, self._rollouts_every, self._rollouts_groups = (
+            adapters_every,
+            rollouts_every,
+            rollouts_groups,
+        )
+        self._mark = (time.monotonic(), 0.0, 0.0)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._mark = (time.monotonic(), self._stream.waited, self._mailbox.waited)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int) -> None:  # fmt: skip
+        assert isinstance(pl_module, PolicyModule)
+        now = (time.monotonic(), self._stream.waited, self._mailbox.waited)
+        seconds, starved, idle = (b - a for a, b in zip(self._mark, now, strict=True))
+        self._mark = now
+        pl_module.log_dict(
+            {
+                "time/step_seconds": seconds,
+                "time/trainer_wait_share": min(1.0, starved / seconds),
+                "time/engine_wait_share": min(1.0, idle / seconds),
+                "time/trained_tokens_per_second": float(batch.token_mask.sum()) / seconds,
+            }
+        )
+        intra, inter = trajectory_staleness(batch)
+        tickets = [
+            [g.ticket.slot, g.ticket.prompt.uid, g.ticket.seed, [[s.start, s.version] for s in g.ticket.segments]]
+            for g in self._stream.groups
+        ]
+        self._run.event("step", step=batch.step, inter=histogram(inter), intra=histogram(intra), tickets=tickets)
+        if (batch.step + 1) % self._adapters_every == 0:
+            folder = self._run.path / "adapters" / str(batch.step + 1)
+            save(folder, read_tensors(pl_module.model), peft_config(pl_module.model))
+        if batch.step % self._rollouts_every == 0 and self._rollouts_groups:
+            self._run.write_rollouts(batch.step, self._rows(batch, pl_module.keep))
+        for logger in trainer.loggers:
+            if hasattr(logger.experiment, "add_histogram"):
+                logger.experiment.add_histogram("staleness/intra", intra, batch.step)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+                logger.experiment.add_histogram("staleness/inter", inter, batch.step)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+
+    def _rows(self, batch: Batch, keep: Tensor) -> list[dict[str, Any]]:
+        rows = list[dict[str, Any]]()
+        size = len(self._stream.groups[0].rollouts)
+        for i, group in enumerate(self._stream.groups[: self._rollouts_groups]):
+            for j, rollout in enumerate(group.rollouts):
+                row, n = i * size + j, len(rollout)
+                rows.append(
+                    {
+                        "uid": group.ticket.prompt.uid,
+                        "prompt": self._tokenizer.decode(
+                            list(group.ticket.prompt.token_ids), skip_special_tokens=False
+                        ),
+                        "completion": self._tokenizer.decode(rollout.token_ids.tolist(), skip_special_tokens=False),
+                        "reward": rollout.reward,
+                        "advantage": float(batch.advantage[row]),
+                        "finish": rollout.finish,
+                        "token_ids": rollout.token_ids.tolist(),
+                        "logp": _finite(rollout.logp),
+                        "entropy": _finite(rollout.entropy),
+                        "version": rollout.version.tolist(),
+                        "keep": keep[row, :n].tolist(),
+                    }
+                )
+        return rows
+
+
+def _finite(values: Tensor) -> list[float | None]:
+    """JSON has no NaN: it becomes null."""
+    return [round(v, 6) if ok else None for v, ok in zip(values.tolist(), torch.isfinite(values).tolist(), strict=True)]
+
+
+class Show(Callback):
+    """Live progress: a bar in a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console, self._steps = console, steps
+        columns = ("step", "reward", "kept", "lag", "H", "k3")
+        fields = [TextColumn(f"{name} [bold]{{task.fields[{name}]}}") for name in columns[1:]]
+        self._bar = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), *fields, TimeRemainingColumn(),
+            console=console, disable=not console.is_terminal,
+        )  # fmt: skip
+        self._task = self._bar.add_task("train", total=steps, **dict.fromkeys(columns[1:], "-"))
+        self._started = self._last = time.monotonic()
+        self._done = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._started = self._last = time.monotonic()
+        self._bar.start()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int) -> None:  # fmt: skip
+        found = trainer.callback_metrics
+        fields = {
+            "reward": f"{float(found['reward/mean']):.3f}",
+            "kept": f"{float(found['keep/fraction']):.1%}",
+            "lag": f"{float(found['staleness/lag_mean']):.1f}",
+            "H": f"{float(found['entropy/policy']):.3f}",
+            "k3": f"{float(found['ratio/k3']):.4f}",
+        }
+        self._done += 1
+        self._bar.update(self._task, advance=1, **fields)
+        now = time.monotonic()
+        if not self._console.is_terminal and (now - self._last > PLAIN_EVERY or self._done == self._steps):
+            self._last = now
+            left = (now - self._started) / self._done * (self._steps - self._done)
+            text = "  ".join(f"{name} {value}" for name, value in fields.items())
+            self._console.print(f"step {self._done}/{self._steps}  {text}  ETA {left:.0f} s", highlight=False)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def plain_progress(console: Console, label: str) -> Callable[[int, int], None]:
+    """Progress of an evaluation: one line at its start, the rest is quick."""
+
+    def show(done: int, total: int) -> None:
+        if done == 1:
+            console.print(f"{label}: {total} completions to decode …", highlight=False)
+
+    return show

@@ -1,0 +1,386 @@
+"""The vLLM engine, in this process: LoRA hot-swap, exact behaviour entropy, in-flight swaps at exact tokens.
+
+The only page that knows vLLM (0.32). Three of its extension points are used: a logits processor reads the entropy of
+the distribution that is sampled, a scheduler that can hold requests stops them at the token where their adapter
+changes, and adapters are loaded under a name of their own for every cohort, so that no prefix cache outlives a swap.
+
+Between two engine steps nothing runs: that is where a swap goes, and why every token's version is exact.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# In this process: the thread that builds the engine drives it. Set before vLLM is imported, which reads them once.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # runner V2 has another interface for custom logits processors
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # failures are ours to tell; vLLM would dump its whole state
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+from vllm import EngineArgs, RequestOutput, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+from estr_lite.config import Vllm
+from estr_lite.distribution import entropy, log_softmax
+from estr_lite.policy.adapter import AdapterStore
+from estr_lite.policy.base import Model, context_length, load_tokenizer, stop_tokens
+from estr_lite.rollout.engine import Engine, EngineError, Finished, Sampling, next_switch, version_at
+from estr_lite.seeds import derive
+from estr_lite.staleness import KvCache
+from estr_lite.types import Rollout, Ticket
+
+ROW = "estr_lite_row"
+LANES = 8
+"""Cohorts in flight, each with an adapter slot of its own."""
+
+
+PREFILL_TOKENS = 8192
+"""Most tokens of one engine step."""
+
+
+class EntropyTap(LogitsProcessor):
+    """Writes the entropy of every sampled distribution into a table that the engine reads, and changes nothing.
+
+    vLLM applies argmax-invariant processors to the temperature-scaled logits of the whole batch. It hands out copies of
+    the sampling parameters, so a row is found by a number in their `extra_args`.
+    """
+
+    table: Tensor  # (rows, context) float32; set by the engine before vLLM builds its processors
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._rows: dict[int, tuple[int, list[int]]] = {}  # batch index -> (row, its output tokens so far, live)
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self._rows.pop(index, None)
+        for index, params, _, output in batch_update.added:
+            row = (params.extra_args or {}).get(ROW)
+            self._rows.pop(index, None)
+            if row is not None:
+                self._rows[index] = (row, output)
+        for source, target, direction in batch_update.moved:
+            a, b = self._rows.pop(source, None), self._rows.pop(target, None)
+            if a is not None:
+                self._rows[target] = a
+            if direction == MoveDirectionality.SWAP and b is not None:
+                self._rows[source] = b
+
+    def apply(self, logits: Tensor) -> Tensor:
+        spread = entropy(log_softmax(logits, 1.0)).cpu()  # (batch), the logits are scaled already
+        index = list(self._rows)
+        rows = [self._rows[i][0] for i in index]
+        positions = [len(self._rows[i][1]) for i in index]
+        self.table[rows, positions] = spread[index]
+        return logits
+
+
+class HoldingScheduler(Scheduler):
+    """vLLM's scheduler, but requests in `held` stay out of the next step; their keys and values stay in place."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.held: set[str] = set()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        aside = [request for request in self.running if request.request_id in self.held]
+        self.running[:] = [request for request in self.running if request.request_id not in self.held]
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            self.running.extend(aside)
+
+
+@dataclass(eq=False)
+class _Row:
+    """One rollout in flight."""
+
+    number: int  # its row of the entropy table
+    ticket: Ticket
+    rollout: int
+    request: str = ""  # vLLM's id
+    before: int = 0  # tokens that earlier requests of this rollout sampled
+    token_ids: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    version: list[int] = field(default_factory=list)
+    entropy: list[Tensor] = field(default_factory=list)  # of earlier requests
+    finish: str = ""
+
+
+@dataclass(eq=False)
+class _Cohort:
+    """Rows that share their segments, and the adapter slot that they decode with."""
+
+    tickets: Sequence[Ticket]
+    sampling: Sampling
+    rows: list[_Row]
+    adapter: int  # vLLM's LoRA id, never used twice
+    version: int
+    switch: int | None  # token at which the next version takes over
+    held: set[str] = field(default_factory=set)
+
+    @property
+    def live(self) -> list[_Row]:
+        return [row for row in self.rows if not row.finish]
+
+
+class VllmEngine(Engine):
+    """Drives one in-process vLLM engine.
+
+    Args:
+        model: the base model.
+        rank: LoRA rank, one of those vLLM takes.
+        targets: names of the modules that have LoRA. The head must not be one: vLLM's LoRA of the head and its prompt
+            log-probabilities, which the canary reads, do not work together.
+        store: where adapter versions come from.
+        options: memory and size.
+        kv: what an in-flight swap does with keys and values. `recompute` starts each segment as a new request.
+        seed: of vLLM's own generators; every request also has a seed of its own.
+        cores: CPU cores that vLLM may use.
+
+    Raises:
+        EngineError: if vLLM cannot start, for instance for want of memory for the KV cache.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        rank: int,
+        targets: Sequence[str],
+        store: AdapterStore,
+        options: Vllm,
+        kv: KvCache,
+        seed: int,
+        cores: Sequence[int],
+    ) -> None:
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(options.kv_gib)))
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+        self._store, self._kv = store, kv
+        self._context = context_length(model)
+        EntropyTap.table = torch.full((options.max_rows, self._context + 1), torch.nan)
+        self._stop = sorted(stop_tokens(model, load_tokenizer(model)))
+        self._engine = _start(model, rank, targets, options, seed, self._context)
+        core: Any = self._engine.engine_core
+        self._scheduler: HoldingScheduler = core.engine_core.scheduler
+        self.max_rows = _capacity(self._engine, options, self._context)
+        self._free = list(range(options.max_rows))
+        self._cohorts: list[_Cohort] = []
+        self._by_request: dict[str, tuple[_Cohort, _Row]] = {}
+        self._ids = count(1)
+        self._probe: Tensor | None = None
+
+    # the protocol
+
+    def room(self, rows: int, latest: int) -> bool:
+        used = sum(len(cohort.rows) for cohort in self._cohorts)
+        return used + rows <= self.max_rows and len(self._cohorts) < LANES
+
+    def admit(self, tickets: Sequence[Ticket], sampling: Sampling) -> None:
+        rows = [_Row(self._free.pop(), t, i) for t in tickets for i in range(sampling.rollouts)]
+        cohort = _Cohort(tickets, sampling, rows, 0, version_at(tickets[0], 0), next_switch(tickets[0], 0))
+        self._cohorts.append(cohort)
+        self._submit(cohort)
+
+    def runnable(self, latest: int) -> bool:
+        return any(self._can_go_on(cohort, latest) for cohort in self._cohorts)
+
+    def step(self, latest: int) -> list[Finished]:
+        for cohort in self._cohorts:
+            if self._waits(cohort) and self._next_version(cohort) <= latest:
+                self._swap(cohort)
+        if any(len(cohort.held) < len(cohort.live) for cohort in self._cohorts):
+            self._pump()
+        done = [cohort for cohort in self._cohorts if not cohort.live]
+        for cohort in done:
+            self._cohorts.remove(cohort)
+            self._engine.remove_lora(cohort.adapter)
+        return [finished for cohort in done for finished in self._finished(cohort)]
+
+    def score(self, version: int, token_ids: Tensor) -> Tensor:
+        adapter = self._load(next(self._ids), version)
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
+        name = f"probe-{adapter.lora_int_id}"
+        self._probe = None
+        self._engine.add_request(name, {"prompt_token_ids": token_ids.tolist()}, params, lora_request=adapter)
+        while self._probe is None:
+            self._pump()
+        self._engine.remove_lora(adapter.lora_int_id)
+        return self._probe
+
+    def close(self) -> None:
+        """Shut vLLM down and give its memory back."""
+        self._engine.engine_core.shutdown()
+        self._cohorts.clear()
+
+    # adapters
+
+    def _load(self, number: int, version: int, inplace: bool = False) -> LoRARequest:
+        adapter = LoRARequest(f"estr-lite-{number}", number, str(self._store.folder(version)), load_inplace=inplace)
+        self._engine.add_lora(adapter)
+        return LoRARequest(adapter.lora_name, number, adapter.lora_path)
+
+    def _swap(self, cohort: _Cohort) -> None:
+        """Every live row stands at the switch: give them the next version and let them go on."""
+        assert cohort.switch is not None
+        cohort.version = version_at(cohort.tickets[0], cohort.switch)
+        cohort.switch = next_switch(cohort.tickets[0], cohort.switch)
+        self._scheduler.held -= cohort.held
+        cohort.held.clear()
+        if self._kv == "keep":
+            self._load(cohort.adapter, cohort.version, inplace=True)
+            return
+        for row in cohort.live:  # the keys and values go with the request; a new one computes them again
+            self._engine.abort_request([row.request], internal=True)
+            del self._by_request[row.request]
+            row.entropy.append(EntropyTap.table[row.number, : len(row.token_ids) - row.before].clone())
+            row.before = len(row.token_ids)
+        self._engine.remove_lora(cohort.adapter)
+        self._submit(cohort)
+
+    # requests
+
+    def _submit(self, cohort: _Cohort) -> None:
+        """A request for every live row, from the tokens it has so far."""
+        cohort.adapter = next(self._ids)
+        adapter = self._load(cohort.adapter, cohort.version)
+        greedy = cohort.sampling.temperature == 0
+        for row in cohort.live:
+            params = SamplingParams(
+                temperature=cohort.sampling.temperature,
+                seed=None if greedy else derive(row.ticket.seed, "vllm", row.rollout, row.before),
+                max_tokens=cohort.sampling.max_tokens - row.before,
+                logprobs=0,
+                stop_token_ids=self._stop,
+                ignore_eos=True,  # eos is among the stop tokens
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+                extra_args={ROW: row.number},
+            )
+            prompt = {"prompt_token_ids": [*row.ticket.prompt.token_ids, *row.token_ids]}
+            name = f"{cohort.adapter}-{row.number}"
+            row.request = self._engine.add_request(name, prompt, params, lora_request=adapter)
+            self._by_request[name] = (cohort, row)
+            self._by_request[row.request] = (cohort, row)
+
+    def _pump(self) -> None:
+        """One engine step: a token for every request that is not held."""
+        for output in self._engine.step():
+            assert isinstance(output, RequestOutput)
+            if output.request_id in self._by_request:
+                self._take(*self._by_request[output.request_id], output)
+            elif output.finished and output.prompt_logprobs:
+                ids = output.prompt_token_ids or []
+                values = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]  # type: ignore[index]
+                self._probe = torch.tensor(values)
+
+    def _take(self, cohort: _Cohort, row: _Row, output: RequestOutput) -> None:
+        (completion,) = output.outputs
+        row.token_ids += completion.token_ids
+        row.version += [cohort.version] * len(completion.token_ids)
+        for token, entry in zip(completion.token_ids, completion.logprobs or (), strict=True):
+            row.logp.append(entry[token].logprob)
+        if output.finished:
+            row.finish = "stop" if completion.finish_reason == "stop" else "length"
+            row.entropy.append(EntropyTap.table[row.number, : len(row.token_ids) - row.before].clone())
+            EntropyTap.table[row.number] = torch.nan
+            self._free.append(row.number)
+            for name in [name for name, (_, other) in self._by_request.items() if other is row]:
+                del self._by_request[name]
+        elif len(row.token_ids) == cohort.switch:
+            cohort.held.add(row.request)
+            self._scheduler.held.add(row.request)
+
+    # cohorts
+
+    def _waits(self, cohort: _Cohort) -> bool:
+        return bool(cohort.held) and len(cohort.held) == len(cohort.live)
+
+    def _next_version(self, cohort: _Cohort) -> int:
+        assert cohort.switch is not None
+        return version_at(cohort.tickets[0], cohort.switch)
+
+    def _can_go_on(self, cohort: _Cohort, latest: int) -> bool:
+        return not self._waits(cohort) or self._next_version(cohort) <= latest
+
+    def _finished(self, cohort: _Cohort) -> Iterator[Finished]:
+        size = cohort.sampling.rollouts
+        for i, ticket in enumerate(cohort.tickets):
+            yield Finished(ticket, tuple(_rollout(row) for row in cohort.rows[i * size : (i + 1) * size]))
+
+
+def _rollout(row: _Row) -> Rollout:
+    return Rollout(
+        token_ids=torch.tensor(row.token_ids),
+        logp=torch.tensor(row.logp),
+        entropy=torch.cat(row.entropy),
+        version=torch.tensor(row.version),
+        action=torch.ones(len(row.token_ids), dtype=torch.bool),
+        finish="stop" if row.finish == "stop" else "length",
+        reward=float("nan"),
+    )
+
+
+def _start(model: Model, rank: int, targets: Sequence[str], options: Vllm, seed: int, context: int) -> LLMEngine:
+    arguments = EngineArgs(
+        model=model.source,
+        skip_tokenizer_init=True,  # token ids in, token ids out
+        dtype=model.dtype,
+        quantization="bitsandbytes" if model.quantization == "nf4" else None,
+        seed=seed,
+        max_model_len=context,
+        max_num_seqs=options.max_rows,
+        gpu_memory_utilization=options.memory,
+        enforce_eager=options.eager,
+        enable_prefix_caching=True,
+        enable_chunked_prefill=False,  # a prompt split in two makes vLLM rewind a seeded generator, which CPUs cannot
+        max_num_batched_tokens=max(PREFILL_TOKENS, context),
+        async_scheduling=False,
+        scheduler_cls=HoldingScheduler,
+        logits_processors=[EntropyTap],
+        logprobs_mode="processed_logprobs",  # at the sampling temperature; the default is raw
+        generation_config="vllm",  # no sampling defaults from the model folder
+        enable_lora=True,
+        max_lora_rank=max(8, rank),
+        lora_target_modules=list(targets),
+        max_loras=LANES + 1,  # the canary has a slot too
+        max_cpu_loras=2 * LANES + 2,
+        disable_log_stats=True,
+    )
+    try:
+        return LLMEngine.from_engine_args(arguments)
+    except Exception as failure:
+        text = str(failure)
+        memory = "memory" in text.lower() or "kv cache" in text.lower() or isinstance(failure, MemoryError)
+        hint = (
+            f" It wants more memory than there is: lower vllm.kv_gib (now {options.kv_gib:g}) on a CPU, or raise "
+            f"vllm.memory (now {options.memory:g}) or lower vllm.max_rows (now {options.max_rows}) on a GPU."
+        )
+        raise EngineError(f"vLLM could not start: {text}.{hint if memory else ''}") from failure
+
+
+def _capacity(engine: LLMEngine, options: Vllm, context: int) -> int:
+    """Rows that the KV cache holds at full length, so that no request is ever preempted."""
+    cache = engine.vllm_config.cache_config
+    blocks = (cache.num_gpu_blocks or 0) - 1
+    rows = min(options.max_rows, blocks // -(-context // cache.block_size))
+    if rows < 1:
+        raise EngineError(
+            f"vLLM's KV cache has {blocks} blocks of {cache.block_size} tokens, too few for one sequence of {context} "
+            f"tokens. Raise vllm.kv_gib (now {options.kv_gib:g}) on a CPU or vllm.memory (now {options.memory:g}) on a GPU."
+        )
+    return rows
