@@ -39,7 +39,7 @@ class TransformersEngine(Engine):
 
     def __init__(self, model: PeftModel, store: AdapterStore, stop: frozenset[int], kv: KvCache, max_rows: int) -> None:
         self.max_rows = max_rows
-        self._model, self._store, self._kv = twin(model), store, kv
+        self._model, self._store, self.kv = twin(model), store, kv
         self._stop = torch.tensor(sorted(stop), device=model.device)
         self._loaded = -1
         self._cohorts: list[_Cohort] = []
@@ -86,7 +86,7 @@ class TransformersEngine(Engine):
     def _decode(self, cohort: _Cohort) -> None:
         """One token for every live row."""
         self._load(cohort.version)
-        if self._kv == "recompute" and cohort.switched:
+        if self.kv == "recompute" and cohort.switched:
             cohort.cache = None
         if cohort.cache is None:
             cohort.cache = DynamicCache(config=self._base.config)

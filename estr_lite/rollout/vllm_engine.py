@@ -170,7 +170,7 @@ class VllmEngine(Engine):
     ) -> None:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(options.kv_gib)))
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
-        self._store, self._kv = store, kv
+        self._store, self.kv = store, kv
         self._context = context_length(model)
         EntropyTap.table = torch.full((options.max_rows, self._context + 1), torch.nan)
         self._stop = sorted(stop_tokens(model, load_tokenizer(model)))
@@ -241,7 +241,7 @@ class VllmEngine(Engine):
         cohort.switch = next_switch(cohort.tickets[0], cohort.switch)
         self._scheduler.held -= cohort.held
         cohort.held.clear()
-        if self._kv == "keep":
+        if self.kv == "keep":
             self._load(cohort.adapter, cohort.version, inplace=True)
             return
         for row in cohort.live:  # the keys and values go with the request; a new one computes them again
