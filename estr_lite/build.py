@@ -228,7 +228,7 @@ def _train(
 ) -> Result:  # fmt: skip
     mailbox = Mailbox()
     horizon = config.staleness.horizon
-    schedule = Schedule(config.task, parts.tokenizer, config.staleness, config.prompts, config.seed, parts.longest)  # pyright: ignore[reportArgumentType]
+    schedule = Schedule(config.task, parts.tokenizer, config.staleness, config.prompts, config.seed, parts.longest)
     canary = Canary(parts.store, parts.probe, CANARY_TOLERANCE[config.model.dtype])
     producer = Producer(schedule, range(config.steps), config.sampling, mailbox, canary, delay)
     stream = Stream(range(config.steps), lambda step: mailbox.take(step, config.prompts), config.advantage)
@@ -236,12 +236,11 @@ def _train(
     publish(parts.model, 0, parts.store, mailbox, parts.probe)
     save(run.path / "adapters" / "0", read_tensors(parts.model), peft_config(parts.model))
     show = Show(console, config.steps)
-    log = config.log
     callbacks = [
         Publish(parts.store, mailbox, parts.probe, horizon, run),
-        Record(run, stream, mailbox, producer, parts.tokenizer, log.adapters_every, log.rollouts_every, log.rollouts_groups),  # pyright: ignore[reportArgumentType]
+        Record(run, stream, mailbox, parts.tokenizer, config.log),
         show,
-    ]  # fmt: skip
+    ]
     before = _evaluate(config, console, parts, engine, 0, "before training")
     produced = engine.submit(producer)
     trainer = _trainer(config, run, callbacks)
@@ -271,7 +270,7 @@ def _evaluate(
     sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, config.evaluation.samples)
     job = engine.submit(
         lambda e: evaluate(
-            e, config.task, parts.tokenizer, sampling, version, count, parts.longest, config.seed,  # pyright: ignore[reportArgumentType]
+            e, config.task, parts.tokenizer, sampling, version, count, parts.longest, config.seed,
             progress=plain_progress(console, f"test {label}"),
         )
     )  # fmt: skip
@@ -323,9 +322,9 @@ def describe(config: Config, engine: str) -> str:
     """The run in one line."""
     law = config.staleness
     return (
-        f"{config.model.path} on {type(config.task).__name__}, {config.objective}, Δinter {law.inter}, Δintra {law.intra} "
-        f"({law.switch}, kv {law.kv}), {config.prompts} prompts × {config.sampling.rollouts}, {config.steps} steps, "
-        f"{engine} engine, seed {config.seed}"
+        f"{config.model.path} on {type(config.task).__name__}, {config.objective}, Δinter {law.inter}, "
+        f"Δintra {law.intra} ({law.switch}, kv {law.kv}), {config.prompts} prompts × {config.sampling.rollouts}, "
+        f"{config.steps} steps, {engine} engine, seed {config.seed}"
     )
 
 

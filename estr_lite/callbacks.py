@@ -9,18 +9,19 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
 from peft import PeftModel
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from estr_lite.config import Log
 from estr_lite.data import Stream
 from estr_lite.diagnostics import histogram, trajectory_staleness
 from estr_lite.module import PolicyModule
-from estr_lite.policy.adapter import Adapter, AdapterStore, peft_config, read_tensors, save
+from estr_lite.policy.adapter import Adapter, AdapterStore, causal_lm, peft_config, read_tensors, save
 from estr_lite.policy.score import score_sequence
 from estr_lite.rollout.mailbox import Mailbox
-from estr_lite.rollout.worker import Producer
 from estr_lite.run_folder import RunFolder
 from estr_lite.tasks.base import Tokenizer
 from estr_lite.types import Batch
@@ -30,9 +31,8 @@ PLAIN_EVERY = 10.0  # seconds between progress lines where there is no terminal
 
 def publish(model: PeftModel, version: int, store: AdapterStore, mailbox: Mailbox, probe: Tensor) -> None:
     """Put the adapter as it is into the store as `version`, with its canary score, then announce it."""
-    store.add(
-        Adapter(version, read_tensors(model), score_sequence(model.get_base_model(), probe.to(model.device)).cpu())
-    )  # pyright: ignore[reportArgumentType]
+    scored = score_sequence(causal_lm(model), probe.to(model.device)).cpu()
+    store.add(Adapter(version, read_tensors(model), scored))
     mailbox.announce(version)
 
 
@@ -42,7 +42,9 @@ class Publish(Callback):
     def __init__(self, store: AdapterStore, mailbox: Mailbox, probe: Tensor, horizon: int, run: RunFolder) -> None:
         self._store, self._mailbox, self._probe, self._horizon, self._run = store, mailbox, probe, horizon, run
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int) -> None:  # fmt: skip
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
         assert isinstance(pl_module, PolicyModule)
         version = batch.step + 1
         publish(pl_module.model, version, self._store, self._mailbox, self._probe)
@@ -53,28 +55,16 @@ class Publish(Callback):
 class Record(Callback):
     """Timing metrics, the event log, sampled rollouts and kept adapters."""
 
-    def __init__(
-        self, run: RunFolder, stream: Stream, mailbox: Mailbox, producer: Producer, tokenizer: Tokenizer,
-        adapters_every: int, rollouts_every: int, rollouts_groups: int,
-    ) -> None:  # fmt: skip
-        self._run, self._stream, self._mailbox, self._producer, self._tokenizer = (
-            run,
-            stream,
-            mailbox,
-            producer,
-            tokenizer,
-        )
-        self._adapters_every, self._rollouts_every, self._rollouts_groups = (
-            adapters_every,
-            rollouts_every,
-            rollouts_groups,
-        )
+    def __init__(self, run: RunFolder, stream: Stream, mailbox: Mailbox, tokenizer: Tokenizer, log: Log) -> None:
+        self._run, self._stream, self._mailbox, self._tokenizer, self._log = run, stream, mailbox, tokenizer, log
         self._mark = (time.monotonic(), 0.0, 0.0)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._mark = (time.monotonic(), self._stream.waited, self._mailbox.waited)
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int) -> None:  # fmt: skip
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
         assert isinstance(pl_module, PolicyModule)
         now = (time.monotonic(), self._stream.waited, self._mailbox.waited)
         seconds, starved, idle = (b - a for a, b in zip(self._mark, now, strict=True))
@@ -93,20 +83,20 @@ class Record(Callback):
             for g in self._stream.groups
         ]
         self._run.event("step", step=batch.step, inter=histogram(inter), intra=histogram(intra), tickets=tickets)
-        if (batch.step + 1) % self._adapters_every == 0:
+        if (batch.step + 1) % self._log.adapters_every == 0:
             folder = self._run.path / "adapters" / str(batch.step + 1)
             save(folder, read_tensors(pl_module.model), peft_config(pl_module.model))
-        if batch.step % self._rollouts_every == 0 and self._rollouts_groups:
+        if batch.step % self._log.rollouts_every == 0 and self._log.rollouts_groups:
             self._run.write_rollouts(batch.step, self._rows(batch, pl_module.keep))
         for logger in trainer.loggers:
-            if hasattr(logger.experiment, "add_histogram"):
-                logger.experiment.add_histogram("staleness/intra", intra, batch.step)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
-                logger.experiment.add_histogram("staleness/inter", inter, batch.step)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_histogram("staleness/intra", intra, batch.step)
+                logger.experiment.add_histogram("staleness/inter", inter, batch.step)
 
     def _rows(self, batch: Batch, keep: Tensor) -> list[dict[str, Any]]:
         rows = list[dict[str, Any]]()
         size = len(self._stream.groups[0].rollouts)
-        for i, group in enumerate(self._stream.groups[: self._rollouts_groups]):
+        for i, group in enumerate(self._stream.groups[: self._log.rollouts_groups]):
             for j, rollout in enumerate(group.rollouts):
                 row, n = i * size + j, len(rollout)
                 rows.append(
@@ -153,9 +143,11 @@ class Show(Callback):
         self._started = self._last = time.monotonic()
         self._bar.start()
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int) -> None:  # fmt: skip
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
         found = trainer.callback_metrics
-        fields = {
+        fields: dict[str, Any] = {
             "reward": f"{float(found['reward/mean']):.3f}",
             "kept": f"{float(found['keep/fraction']):.1%}",
             "lag": f"{float(found['staleness/lag_mean']):.1f}",

@@ -128,8 +128,8 @@ class Config:
         require_at_least(self, 0, seed=self.seed)
         if self.sampling.rollouts < self.advantage.min_group:
             raise ValueError(
-                f"sampling.rollouts is {self.sampling.rollouts}, but {type(self.advantage).__name__} compares a rollout "
-                f"with its group and needs at least {self.advantage.min_group}."
+                f"sampling.rollouts is {self.sampling.rollouts}, but {type(self.advantage).__name__} compares a "
+                f"rollout with its group and needs at least {self.advantage.min_group}."
             )
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature must be above 0 to train, got 0: greedy rollouts do not explore.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,8 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 def entropy(log_probs: Tensor) -> Tensor:
     """(..., V) log-probabilities to (...) entropies -Σ p log p; a probability of 0 adds 0."""
-    return torch.special.entr(log_probs.exp()).sum(-1)
+    terms = cast(Tensor, torch.special.entr(log_probs.exp()))  # pyright: ignore[reportUnknownMemberType]
+    return terms.sum(-1)
 
 
 def sample(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ from estr_lite.checks import require_at_least, require_positive
 from estr_lite.diagnostics import TokenDiagnostics, rollout_metrics
 from estr_lite.loss import policy_loss
 from estr_lite.objectives.base import Objective
+from estr_lite.policy.adapter import causal_lm
 from estr_lite.policy.score import score
 from estr_lite.types import Batch, Evidence
 
@@ -70,10 +71,9 @@ class PolicyModule(L.LightningModule):
         steps: training steps of the run, for the learning-rate schedule.
     """
 
-    automatic_optimization = False
-
     def __init__(self, model: PeftModel, objective: Objective, optim: Optim, temperature: float, steps: int) -> None:
         super().__init__()
+        self.automatic_optimization = False  # several optimizer steps a batch, each over micro-batches
         self.model, self.objective, self.optim = model, objective, optim
         self.temperature, self.steps = temperature, steps
         self.tokens = TokenDiagnostics()
@@ -129,7 +129,7 @@ class PolicyModule(L.LightningModule):
         found = torch.zeros_like(batch.behavior_logp)
         for rows in self._micro_batches(batch, torch.arange(len(batch), device=found.device)):
             part = batch.rows(rows)
-            found[rows, : part.token_ids.shape[1]] = score(self._causal_lm, part, self.temperature)[0]
+            found[rows, : part.token_ids.shape[1]] = score(causal_lm(self.model), part, self.temperature)[0]
         return found
 
     def _optimizer_step(self, batch: Batch, rows: Tensor, proximal: Tensor | None) -> float:
@@ -140,7 +140,7 @@ class PolicyModule(L.LightningModule):
         for micro in self._micro_batches(batch, rows):
             part = batch.rows(micro)
             width = part.token_ids.shape[1]
-            logp, entropy = score(self._causal_lm, part, self.temperature)
+            logp, entropy = score(causal_lm(self.model), part, self.temperature)
             evidence = self.evidence(part, logp, entropy, None if proximal is None else proximal[micro, :width])
             correction = self.objective(evidence)
             self.tokens.update(evidence, correction, int((part.action_mask & ~part.valid).sum()))
@@ -159,10 +159,6 @@ class PolicyModule(L.LightningModule):
             )
         optimizer.step()  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
         return norm
-
-    @property
-    def _causal_lm(self):
-        return self.model.get_base_model()
 
     def _check_finite(self, batch: Batch) -> None:
         bad = int((batch.action_mask & ~batch.valid).sum())

@@ -70,6 +70,13 @@ def twin(model: PeftModel) -> PeftModel:
     return copy.deepcopy(model, shared).requires_grad_(False).eval()  # pyright: ignore[reportReturnType]
 
 
+def causal_lm(model: PeftModel) -> PreTrainedModel:
+    """The language model itself, with LoRA layers in place."""
+    base = model.get_base_model()
+    assert isinstance(base, PreTrainedModel)
+    return base
+
+
 def lora_parameters(model: PeftModel) -> dict[str, Tensor]:
     """The live LoRA parameters under the names that PEFT writes to disk."""
     name = re.compile(r"\.(lora_[AB])\.default\.weight$")

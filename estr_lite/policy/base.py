@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -84,7 +84,7 @@ def load_base(model: Model, device: torch.device | str = "cpu") -> PreTrainedMod
     )
     base.requires_grad_(False)
     base.eval()
-    return base if model.quantization == "nf4" else base.to(device)
+    return base if model.quantization == "nf4" else base.to(torch.device(device))  # pyright: ignore[reportArgumentType]
 
 
 def context_length(model: Model) -> int:
@@ -98,7 +98,7 @@ def stop_tokens(model: Model, tokenizer: PreTrainedTokenizerBase) -> frozenset[i
         found = GenerationConfig.from_pretrained(model.source).eos_token_id
     except OSError:  # a folder without generation_config.json
         found = None
-    ids = {tokenizer.eos_token_id, *(found if isinstance(found, list) else [found])}
+    ids: list[Any] = [tokenizer.eos_token_id, *(found if isinstance(found, list) else [found])]
     return frozenset(int(i) for i in ids if i is not None)
 
 

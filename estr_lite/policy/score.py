@@ -49,6 +49,7 @@ def score_rows(model: PreTrainedModel, hidden: Tensor, tokens: Tensor, temperatu
     The head is applied to slices of at most `LOGITS_BUDGET` logits, recomputed in the backward pass.
     """
     head = model.get_output_embeddings()
+    assert head is not None
 
     def rows(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         log_probs = log_softmax(head(hidden), temperature)  # (n, V)

@@ -1,7 +1,7 @@
 """What an engine is: it decodes cohorts of tickets, each token under the adapter that its ticket names.
 
-Two implementations keep this protocol, and one contract test (tests/test_engine_contract.py) runs on both. An engine has
-one caller: the thread that built it.
+Two implementations keep this protocol, and one contract test (tests/test_engine_contract.py) runs on both. An engine
+has one caller: the thread that built it.
 """
 
 from __future__ import annotations

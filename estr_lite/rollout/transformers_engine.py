@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from estr_lite.distribution import sample, uniforms
-from estr_lite.policy.adapter import AdapterStore, twin, write_tensors
+from estr_lite.policy.adapter import AdapterStore, causal_lm, twin, write_tensors
 from estr_lite.policy.score import score_sequence
 from estr_lite.rollout.engine import Engine, Finished, Sampling, next_switch, version_at
 from estr_lite.staleness import KvCache
@@ -75,8 +75,8 @@ class TransformersEngine(Engine):
         self._cohorts.clear()
 
     @property
-    def _base(self):
-        return self._model.get_base_model()
+    def _base(self) -> PreTrainedModel:
+        return causal_lm(self._model)
 
     def _load(self, version: int) -> None:
         if version != self._loaded:
@@ -109,7 +109,8 @@ class _Cohort:
     """Rows that decode together: every ticket's rollouts, in order; `live` maps batch rows to rollouts."""
 
     def __init__(self, tickets: Sequence[Ticket], sampling: Sampling, device: torch.device) -> None:
-        self.tickets, self.sampling, self.cache = tickets, sampling, None
+        self.tickets, self.sampling = tickets, sampling
+        self.cache: DynamicCache | None = None
         prompts = [t.prompt.token_ids for t in tickets for _ in range(sampling.rollouts)]
         rows, width, most = len(prompts), max(map(len, prompts)), sampling.max_tokens
         self._prompts = torch.zeros(rows, width, dtype=torch.long, device=device)  # (R, P)

@@ -25,6 +25,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # failures are ours to 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 from vllm import EngineArgs, RequestOutput, SamplingParams
+from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -216,7 +217,7 @@ class VllmEngine(Engine):
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
         name = f"probe-{adapter.lora_int_id}"
         self._probe = None
-        self._engine.add_request(name, {"prompt_token_ids": token_ids.tolist()}, params, lora_request=adapter)
+        self._engine.add_request(name, TokensPrompt(prompt_token_ids=token_ids.tolist()), params, lora_request=adapter)
         while self._probe is None:
             self._pump()
         self._engine.remove_lora(adapter.lora_int_id)
@@ -271,7 +272,7 @@ class VllmEngine(Engine):
                 output_kind=RequestOutputKind.DELTA,
                 extra_args={ROW: row.number},
             )
-            prompt = {"prompt_token_ids": [*row.ticket.prompt.token_ids, *row.token_ids]}
+            prompt = TokensPrompt(prompt_token_ids=[*row.ticket.prompt.token_ids, *row.token_ids])
             name = f"{cohort.adapter}-{row.number}"
             row.request = self._engine.add_request(name, prompt, params, lora_request=adapter)
             self._by_request[name] = (cohort, row)
@@ -284,16 +285,14 @@ class VllmEngine(Engine):
             if output.request_id in self._by_request:
                 self._take(*self._by_request[output.request_id], output)
             elif output.finished and output.prompt_logprobs:
-                ids = output.prompt_token_ids or []
-                values = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]  # type: ignore[index]
-                self._probe = torch.tensor(values)
+                self._probe = _prompt_logp(output)
 
     def _take(self, cohort: _Cohort, row: _Row, output: RequestOutput) -> None:
         (completion,) = output.outputs
         row.token_ids += completion.token_ids
         row.version += [cohort.version] * len(completion.token_ids)
-        for token, entry in zip(completion.token_ids, completion.logprobs or (), strict=True):
-            row.logp.append(entry[token].logprob)
+        entries: Any = completion.logprobs or ()
+        row.logp += [entry[token].logprob for token, entry in zip(completion.token_ids, entries, strict=True)]
         if output.finished:
             row.finish = "stop" if completion.finish_reason == "stop" else "length"
             row.entropy.append(EntropyTap.table[row.number, : len(row.token_ids) - row.before].clone())
@@ -321,6 +320,12 @@ class VllmEngine(Engine):
         size = cohort.sampling.rollouts
         for i, ticket in enumerate(cohort.tickets):
             yield Finished(ticket, tuple(_rollout(row) for row in cohort.rows[i * size : (i + 1) * size]))
+
+
+def _prompt_logp(output: RequestOutput) -> Tensor:
+    """(N-1) log-probabilities of a prompt's tokens but the first, for which vLLM has None."""
+    pairs = list(zip(output.prompt_token_ids or (), output.prompt_logprobs or (), strict=True))
+    return torch.tensor([entry[token].logprob for token, entry in pairs if entry is not None])
 
 
 def _rollout(row: _Row) -> Rollout:
@@ -355,7 +360,7 @@ def _start(model: Model, rank: int, targets: Sequence[str], options: Vllm, seed:
         logprobs_mode="processed_logprobs",  # at the sampling temperature; the default is raw
         generation_config="vllm",  # no sampling defaults from the model folder
         enable_lora=True,
-        max_lora_rank=max(8, rank),
+        max_lora_rank=rank,  # pyright: ignore[reportArgumentType]  # one of vLLM's, checked before
         lora_target_modules=list(targets),
         max_loras=LANES + 1,  # the canary has a slot too
         max_cpu_loras=2 * LANES + 2,
@@ -381,6 +386,7 @@ def _capacity(engine: LLMEngine, options: Vllm, context: int) -> int:
     if rows < 1:
         raise EngineError(
             f"vLLM's KV cache has {blocks} blocks of {cache.block_size} tokens, too few for one sequence of {context} "
-            f"tokens. Raise vllm.kv_gib (now {options.kv_gib:g}) on a CPU or vllm.memory (now {options.memory:g}) on a GPU."
+            f"tokens. Raise vllm.kv_gib (now {options.kv_gib:g}) on a CPU or vllm.memory (now {options.memory:g}) "
+            "on a GPU."
         )
     return rows

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from estr_lite.types import Prompt
 
@@ -20,13 +20,13 @@ MAX_TRIES = 100_000
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that the lab uses."""
 
-    chat_template: str | None
+    chat_template: Any
 
-    def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]: ...
+    def encode(self, text: str, /, *, add_special_tokens: bool) -> Any: ...
 
-    def apply_chat_template(self, conversation: list[dict[str, str]], /, **options: object) -> list[int]: ...
+    def apply_chat_template(self, conversation: list[dict[str, str]], /, **options: Any) -> Any: ...
 
-    def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool) -> str: ...
+    def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool) -> Any: ...
 
 
 @dataclass(frozen=True)
