@@ -110,7 +110,7 @@ def pip(title: str, *arguments: str) -> bool:
 
 
 def pip_install(title: str, *arguments: str) -> bool:
-    # Compiling 20 000 modules ahead takes longer than the rest; Python compiles those that are used, when they are.
+    # Compiling every module ahead doubles the time; Python compiles those that are used when they first are.
     return pip(title, "install", "--no-compile", "--progress-bar", "off", "-c", "constraints.txt", *arguments)
 
 
@@ -203,9 +203,10 @@ def install(build: str, require_vllm: bool) -> None:
     reachable = build != "cpu" or install_cpu_torch()
     installed = reachable and install_project(extras)
     if not installed and engine:
+        problem = f"{engine} could not be installed" if reachable else f"No CPU build of torch found for {engine}"
         if require_vllm:
-            raise failed(f"{engine} could not be installed, and ESTR_LITE_REQUIRE_VLLM is set")
-        print(f"  {engine} could not be installed (see {LOG}): going on without it.", flush=True)
+            raise failed(f"{problem}, and ESTR_LITE_REQUIRE_VLLM is set")
+        print(f"  {problem} (see {LOG}): going on without vLLM.", flush=True)
         installed = install_project(EXTRAS["plain"])
     if not installed:
         raise failed("The project could not be installed")
