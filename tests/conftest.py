@@ -7,12 +7,16 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from estr_lite.config import Config
 from tests.lab import Lab, open_lab
+
+settings.register_profile("lab", deadline=None, derandomize=True)  # a busy machine is no failure
+settings.load_profile("lab")
 
 HAVE_VLLM = importlib.util.find_spec("vllm") is not None
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]

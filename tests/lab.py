@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import lightning as L
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from transformers import DynamicCache
 
 from estr_lite.build import Parts, engine_builder, prepare
 from estr_lite.config import Config
 from estr_lite.distribution import entropy, log_softmax
+from estr_lite.module import PolicyModule
 from estr_lite.policy.adapter import Adapter, lora_parameters, write_tensors
 from estr_lite.policy.score import score_sequence
 from estr_lite.rollout.engine import Engine, Finished, Sampling
 from estr_lite.rollout.mailbox import Mailbox
 from estr_lite.rollout.worker import EngineThread, decode
+from estr_lite.schedule import cohorts
 from estr_lite.seeds import generator
 from estr_lite.tasks.base import encode
-from estr_lite.types import Prompt, Rollout, Segment, Ticket
+from estr_lite.types import Batch, Prompt, Rollout, Segment, Ticket
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +38,13 @@ class Lab:
     thread: EngineThread
 
     def run(self, tickets: Sequence[Ticket], sampling: Sampling) -> list[Finished]:
-        """Decode the tickets as one cohort, with every version published; by slot."""
+        """Decode the tickets, those that share their segments as one cohort, with every version published; by slot."""
 
         def job(engine: Engine) -> list[Finished]:
             ready = Mailbox()
             ready.announce(1 << 30)
-            return sorted(decode(engine, [tuple(tickets)], sampling, ready), key=lambda f: f.ticket.slot)
+            plan = cohorts(tuple(tickets), engine.max_rows // sampling.rollouts)
+            return sorted(decode(engine, plan, sampling, ready), key=lambda f: f.ticket.slot)
 
         return self.thread.submit(job).result()
 
@@ -73,6 +79,35 @@ def open_lab(engine: str, config: Config, versions: int, core: int = 0, scale: f
         parts.store.close()
 
 
+class _Batches:
+    """Batches as Lightning takes them: in a plain list each would count as a dataloader."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._batches)
+
+
+def fit(module: PolicyModule, batches: Sequence[Batch], *callbacks: Callback) -> L.Trainer:
+    """A training step for every batch, by a real Lightning trainer that writes nothing."""
+    trainer = L.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        callbacks=list(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(module, train_dataloaders=_Batches(batches))
+    return trainer
+
+
 def add_version(parts: Parts, version: int, scale: float) -> None:
     """A random adapter, seeded by its version."""
     rng = generator(version, "random adapter")
@@ -97,7 +132,7 @@ def rescore(lab: Lab, prompt: Prompt, rollout: Rollout, kv: str, temperature: fl
     logits, cache, done = torch.zeros(n, 0), None, 0
     switches = [0, *(i for i in range(1, n) if rollout.version[i] != rollout.version[i - 1]), n]
     parts = list[Tensor]()
-    for start, end in zip(switches, switches[1:], strict=False):
+    for start, end in pairwise(switches):
         model = lab.use(int(rollout.version[start]))
         if cache is None or kv == "recompute":
             cache, done = DynamicCache(config=model.config), 0
