@@ -1,8 +1,9 @@
 """The vLLM engine, in this process: LoRA hot-swap, exact behaviour entropy, in-flight swaps at exact tokens.
 
-The only page that knows vLLM (0.32). Three of its extension points are used: a logits processor reads the entropy of
+The only page that knows vLLM (0.32). Four of its extension points are used: a logits processor reads the entropy of
 the distribution that is sampled, a scheduler that can hold requests stops them at the token where their adapter
-changes, and adapters are loaded under a name of their own for every cohort, so that no prefix cache outlives a swap.
+changes, adapters are loaded under a name of their own for every cohort, so that no prefix cache outlives a swap, and on
+a CPU the LoRA products are grouped by adapter.
 
 Between two engine steps nothing runs: that is where a swap goes, and why every token's version is exact.
 """
@@ -26,7 +27,9 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 from vllm import EngineArgs, RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -105,6 +108,37 @@ class HoldingScheduler(Scheduler):
             return super().schedule(*args, **kwargs)
         finally:
             self.running.extend(aside)
+
+
+class GroupedLora(PunicaWrapperCPU):
+    """LoRA on the CPU with one product an adapter; vLLM's own copies the adapter's weights once a token."""
+
+    def update_metadata(self, *args: Any, **kwargs: Any) -> None:
+        super().update_metadata(*args, **kwargs)
+        indices = self.token_lora_indices  # (tokens), -1 without an adapter
+        found = [int(index) for index in indices.unique() if index >= 0]
+        whole = len(found) == 1 and bool((indices == found[0]).all())
+        self._groups = [(i, slice(None) if whole else (indices == i).nonzero().squeeze(1)) for i in found]
+
+    def add_lora_linear(
+        self,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: tuple[Tensor, ...],
+        lora_b_stacked: tuple[Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        *,
+        buffer: tuple[Tensor, ...] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """y += scale · x Aᵀ Bᵀ, each row with its own adapter; x (tokens, in), A (slots, 1, r, in), B (slots, 1, out, r)."""
+        for index, rows in self._groups:
+            own, start = x[rows], 0
+            for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+                low = own.to(a.dtype) @ a[index, 0].T  # (rows, r)
+                y[rows, start : start + size] += (scale * (low @ b[index, 0, :size].T)).to(y.dtype)
+                start += size
 
 
 @dataclass(eq=False)
@@ -366,6 +400,9 @@ def _start(model: Model, rank: int, targets: Sequence[str], options: Vllm, seed:
         max_cpu_loras=2 * LANES + 2,
         disable_log_stats=True,
     )
+    if current_platform.is_cpu():
+        kernels = f"{GroupedLora.__module__}.{GroupedLora.__qualname__}"
+        type(current_platform).get_punica_wrapper = classmethod(lambda cls: kernels)
     try:
         return LLMEngine.from_engine_args(arguments)
     except Exception as failure:
