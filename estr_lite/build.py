@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
+import re
 import signal
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,18 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from estr_lite.callbacks import Publish, Record, Show, plain_progress, publish
+from estr_lite.callbacks import Publish, Record, Show, publish, show_test
 from estr_lite.config import Config
 from estr_lite.data import Stream
 from estr_lite.evaluate import Scores, evaluate
-from estr_lite.module import PolicyModule
+from estr_lite.module import NonFiniteError, PolicyModule
+from estr_lite.policy.adapter import CONFIG as ADAPTER_CONFIG
 from estr_lite.policy.adapter import (
     VLLM_RANKS,
     AdapterStore,
     Lora,
     attach,
+    causal_lm,
     load,
     peft_config,
     read_tensors,
@@ -44,16 +47,18 @@ from estr_lite.policy.adapter import (
     target_modules,
     write_tensors,
 )
-from estr_lite.policy.base import Model, check_folder, context_length, load_base, load_tokenizer, stop_tokens
+from estr_lite.policy.base import Model, check_folder, context_length, load_base, load_tokenizer, read_json, stop_tokens
+from estr_lite.policy.score import score_sequence
 from estr_lite.rollout.engine import Engine, EngineError, Sampling
-from estr_lite.rollout.mailbox import Mailbox
+from estr_lite.rollout.mailbox import Mailbox, Stopped
 from estr_lite.rollout.transformers_engine import TransformersEngine
 from estr_lite.rollout.worker import Canary, EngineThread, Producer
-from estr_lite.run_folder import RunFolder
+from estr_lite.run_folder import RunFolder, to_yaml
 from estr_lite.schedule import Schedule, fit
 from estr_lite.seeds import derive
 from estr_lite.staleness import KvCache
 from estr_lite.tasks.base import Task, encode
+from estr_lite.types import Group
 
 CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
 """Nats. Two engines in float32 agree to about 1e-5; in bfloat16 rounding alone moves a log-probability by 0.1."""
@@ -94,18 +99,31 @@ def prepare(model: Model, lora: Lora, task: Task, sampling: Sampling, seed: int,
     Raises:
         FileNotFoundError: model or adapter folder without weights.
         ValueError: an adapter of another base, or a prompt longer than the context.
+        NonFiniteError: weights that give logits which are not finite.
     """
     check_folder(model)
     tensors = load(adapter, model.source) if adapter else None
     tokenizer = load_tokenizer(model)
-    longest = context_length(model) - sampling.max_tokens
+    context = context_length(model)
+    longest = context - sampling.max_tokens
+    if longest < 1:
+        raise ValueError(
+            f"sampling.max_tokens is {sampling.max_tokens}, but {model.path} has a context of {context} tokens, prompt "
+            f"and completion together: lower it to {context - 1} or less."
+        )
     check_prompts(task, tokenizer, longest)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     peft_model = attach(load_base(model, device), lora, derive(seed, "adapter"))
     if tensors is not None:
         write_tensors(peft_model, tensors)
     probe = torch.tensor((encode(task.problem("test", 0), tokenizer).token_ids * 8)[:8])
-    store = AdapterStore(peft_config(peft_model), Path(tempfile.mkdtemp(prefix="estr-lite-", dir=_ram_disk())))
+    if not bool(score_sequence(causal_lm(peft_model), probe.to(device)).isfinite().all()):
+        raise NonFiniteError(
+            f"{adapter or model.path} gives logits that are not finite: it holds NaN or infinite weights, or overflows "
+            f"in {model.dtype}."
+        )
+    scratch = tempfile.mkdtemp(prefix=f"estr-lite-{os.getpid()}-", dir=_ram_disk())
+    store = AdapterStore(peft_config(peft_model), Path(scratch))
     return Parts(tokenizer, peft_model, store, probe, longest)
 
 
@@ -114,6 +132,17 @@ def check_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, longest: int) 
     for split in ("train", "test"):
         for index in range(min(task.size(split), CHECKED_PROMPTS if task.size(split) < 50_000 else 64)):
             fit(encode(task.problem(split, index), tokenizer), longest)
+
+
+def adapter_lora(folder: Path) -> Lora:
+    """The shape that a PEFT folder states: rank, scale and targets are its own, whatever the configuration says."""
+    found = read_json(folder / ADAPTER_CONFIG)
+    for name in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern"):
+        if found.get(name):
+            raise ValueError(f"The adapter in {folder} has {name}, which is not supported: it changes the LoRA scale.")
+    targets = found["target_modules"]
+    names = targets if isinstance(targets, str) else rf".*\.({'|'.join(map(re.escape, targets))})"  # pyright: ignore[reportArgumentType]
+    return Lora(int(str(found["r"])), float(str(found["lora_alpha"])), names)
 
 
 def choose_engine(config_engine: str, model: Model, lora: Lora) -> str:
@@ -179,29 +208,34 @@ def divide_cores() -> tuple[tuple[int, ...], tuple[int, ...]]:
     return cores[:half], cores[half:] or cores
 
 
-def train(config: Config, console: Console, resolved: str, delay: Callable[[], None] = lambda: None) -> Result:
+def train(config: Config, console: Console, resolved: str = "", delay: Callable[[], None] = lambda: None) -> Result:
     """The main job: evaluate, train under controlled staleness, evaluate again; everything into the run's folder.
 
     Args:
         config: the run.
         console: where progress goes.
-        resolved: the configuration as YAML, for the folder.
+        resolved: the configuration as YAML, for the folder; without it, `config` is written out.
         delay: called in the worker before each engine step; a test puts random sleeps here.
 
     Raises:
         RolloutError: if the engine or the worker failed; `__cause__` says of what.
+        NonFiniteError: if numbers that are not finite came up; what was trained before them is kept.
+        KeyboardInterrupt: if Ctrl-C came before the first step, or a second time.
     """
     name = choose_engine(config.engine, config.model, config.lora)
     run = RunFolder(run_path(config))
     try:
         parts = prepare(config.model, config.lora, config.task, config.sampling, config.seed)
-        run.write_config(resolved)
+        run.write_config(resolved or to_yaml(config))
         run.write_environment(engine=name, cores_of=dict(zip(("trainer", "engine"), divide_cores(), strict=True)))
         console.print(f"run {run.path}: {describe(config, name)}", highlight=False)
         with open_engine(name, config, parts, config.staleness.kv) as engine:
             result = _train(config, console, run, name, parts, engine, delay)
     except BaseException:
-        _remove_if_empty(run)
+        if run.started:
+            console.print(f"run folder {run.path} holds what was done so far", highlight=False)
+        else:
+            run.discard()
         raise
     finally:
         run.close()
@@ -211,14 +245,21 @@ def train(config: Config, console: Console, resolved: str, delay: Callable[[], N
 
 def score_adapter(config: Config, adapter: Path | None, console: Console) -> Scores:
     """Evaluate a PEFT folder, or the base without one, as `config.evaluation` says."""
+    if config.evaluation.problems == 0:
+        raise ValueError("evaluation.problems must be at least 1 to evaluate, got 0.")
+    check_folder(config.model)
+    if adapter:
+        load(adapter, config.model.source)  # refuses a folder that is none before its shape is read
+        config = replace(config, lora=adapter_lora(adapter))
     name = choose_engine(config.engine, config.model, config.lora)
     parts = prepare(config.model, config.lora, config.task, config.sampling, config.seed, adapter)
     mailbox = Mailbox()
-    publish(parts.model, 0, parts.store, mailbox, parts.probe)
-    with open_engine(name, config, parts, config.staleness.kv) as engine:
-        scores = _evaluate(config, console, parts, engine, 0, str(adapter or config.model.path))
+    label = str(adapter or config.model.path)
+    with open_engine(name, config, parts, config.staleness.kv) as engine, _stop_on_interrupt(mailbox) as interrupted:
+        publish(parts.model, 0, parts.store, mailbox, parts.probe)
+        scores = _evaluate(config, console, parts, engine, 0, label, interrupted)
     if scores is None:
-        raise ValueError("evaluation.problems must be at least 1 to evaluate, got 0.")
+        raise KeyboardInterrupt
     return scores
 
 
@@ -231,7 +272,7 @@ def _train(
     schedule = Schedule(config.task, parts.tokenizer, config.staleness, config.prompts, config.seed, parts.longest)
     canary = Canary(parts.store, parts.probe, CANARY_TOLERANCE[config.model.dtype])
     producer = Producer(schedule, range(config.steps), config.sampling, mailbox, canary, delay)
-    stream = Stream(range(config.steps), lambda step: mailbox.take(step, config.prompts), config.advantage)
+    stream = Stream(range(config.steps), lambda step: _take(mailbox, step, config.prompts), config.advantage)
     module = PolicyModule(parts.model, config.objective, config.optim, config.sampling.temperature, config.steps)
     publish(parts.model, 0, parts.store, mailbox, parts.probe)
     save(run.path / "adapters" / "0", read_tensors(parts.model), peft_config(parts.model))
@@ -241,40 +282,78 @@ def _train(
         Record(run, stream, mailbox, parts.tokenizer, config.log),
         show,
     ]
-    before = _evaluate(config, console, parts, engine, 0, "before training")
-    produced = engine.submit(producer)
-    trainer = _trainer(config, run, callbacks)
-    started = time.monotonic()
-    with _stop_on_interrupt(mailbox) as interrupted, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*(num_workers|does not have many workers|IterableDataset).*")
+    with _stop_on_interrupt(mailbox) as interrupted:
+        engine.submit(lambda engine: None).result()  # an engine that cannot start says so here
+        before = _evaluate(config, console, parts, engine, 0, "before training", interrupted)
+        if interrupted():
+            raise KeyboardInterrupt  # nothing was trained, so there is nothing to keep
+        run.event("start", engine=name, steps=config.steps, prompts=config.prompts, seed=config.seed)
+        produced = engine.submit(producer)
+        produced.add_done_callback(lambda done: _deliver(done, mailbox))
+        started = time.monotonic()
         try:
-            trainer.fit(module, train_dataloaders=stream)
+            _fit(config, run, callbacks, module, stream)
         finally:
             mailbox.stop()
             show.close()
-    seconds = time.monotonic() - started
-    produced.result()
-    version = trainer.global_step // config.optim.minibatches
-    final = run.path / "adapters" / str(version)
-    save(final, read_tensors(parts.model), peft_config(parts.model))
-    after = None if interrupted() else _evaluate(config, console, parts, engine, version, "after training")
+            _keep(run, parts, mailbox.latest)
+        seconds = time.monotonic() - started
+        produced.result()
+        version = mailbox.latest
+        after = _evaluate(config, console, parts, engine, version, "after training", interrupted)
     return Result(run.path, name, version, interrupted(), before, after, seconds, canary.worst)
 
 
+def _deliver(done: Future[None], mailbox: Mailbox) -> None:
+    """Whatever ended the worker reaches the trainer, also where it never came to run."""
+    if (failure := done.exception()) is not None:
+        mailbox.fail(failure)
+
+
+def _take(mailbox: Mailbox, step: int, count: int) -> list[Group]:
+    """The step's groups; a run that was asked to end takes none of those that lie ready."""
+    if mailbox.stopped:
+        raise Stopped
+    return mailbox.take(step, count)
+
+
+def _fit(config: Config, run: RunFolder, callbacks: list[L.Callback], module: PolicyModule, stream: Stream) -> None:
+    """Train, without the warnings of Lightning that are about what we do on purpose."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*(num_workers|many workers|IterableDataset|Experiment logs|eval mode).*")
+        try:
+            _trainer(config, run, callbacks).fit(module, train_dataloaders=stream)
+        except SystemExit as end:  # what Lightning makes of a second Ctrl-C, and of SIGTERM
+            raise KeyboardInterrupt from end
+
+
+def _keep(run: RunFolder, parts: Parts, version: int) -> None:
+    """The newest adapter into the run's folder, also where the run failed."""
+    folder = run.path / "adapters" / str(version)
+    if not folder.is_dir():
+        save(folder, parts.store[version].tensors, parts.store.config)
+
+
 def _evaluate(
-    config: Config, console: Console, parts: Parts, engine: EngineThread, version: int, label: str
-) -> Scores | None:
+    config: Config, console: Console, parts: Parts, engine: EngineThread, version: int, label: str,
+    interrupted: Callable[[], bool],
+) -> Scores | None:  # fmt: skip
+    """The test's scores; None without a test, or where Ctrl-C ended it."""
     count = config.evaluation.problems
-    if not count:
+    if not count or interrupted():
         return None
     sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, config.evaluation.samples)
-    job = engine.submit(
-        lambda e: evaluate(
-            e, config.task, parts.tokenizer, sampling, version, count, parts.longest, config.seed,
-            progress=plain_progress(console, f"test {label}"),
-        )
-    )  # fmt: skip
-    return job.result()
+    with show_test(console, label) as progress:
+        job = engine.submit(
+            lambda e: evaluate(
+                e, config.task, parts.tokenizer, sampling, version, count, parts.longest, config.seed,
+                progress=progress, stopped=interrupted,
+            )
+        )  # fmt: skip
+        try:
+            return job.result()
+        except Stopped:
+            return None
 
 
 def _trainer(config: Config, run: RunFolder, callbacks: list[L.Callback]) -> L.Trainer:
@@ -333,12 +412,6 @@ def run_path(config: Config) -> Path:
         return Path(config.run)
     names = (type(config.task).__name__, type(config.objective).__name__, time.strftime("%Y%m%d-%H%M%S"))
     return Path("runs") / "-".join(names).lower()
-
-
-def _remove_if_empty(run: RunFolder) -> None:
-    """A run that failed before its first event leaves nothing behind."""
-    if not (run.path / "config.yaml").exists():
-        shutil.rmtree(run.path, ignore_errors=True)
 
 
 def _ram_disk() -> str | None:

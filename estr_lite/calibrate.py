@@ -50,6 +50,9 @@ class _Recorder(Objective):
         self.scores: list[Tensor] = []
         self.popped: list[Tensor] = []
 
+    def __repr__(self) -> str:
+        return "the clipped surrogate"
+
     def __call__(self, evidence: Evidence) -> Correction:
         mask = evidence.mask
         self.scores.append(score(evidence.log_ratio, evidence.behavior_entropy, self._epsilon)[mask].double())
@@ -62,6 +65,7 @@ def calibrate(config: Config, reject: float, console: Console) -> Calibration:
 
     Raises:
         ValueError: unless 0 < reject < 1.
+        KeyboardInterrupt: where a run was interrupted; its scores are too few to read anything off.
     """
     if not 0 < reject < 1:
         raise ValueError(f"--reject must be between 0 and 1, got {reject}.")
@@ -84,11 +88,12 @@ def _run(config: Config, console: Console) -> tuple[Tensor, Tensor]:
     recorder = _Recorder(config.objective.epsilon if isinstance(config.objective, Estr) else Estr().epsilon)
     with tempfile.TemporaryDirectory(prefix="estr-lite-calibrate-") as folder:
         path = str(Path(folder) / "run")
-        train(replace(config, objective=recorder, evaluation=Evaluation(problems=0), run=path), console, "")
+        result = train(replace(config, objective=recorder, evaluation=Evaluation(problems=0), run=path), console, "")
+    if result.interrupted:
+        raise KeyboardInterrupt
     return _sample(torch.cat(recorder.scores)), torch.cat(recorder.popped)
 
 
 def _sample(values: Tensor, most: int = 1 << 24) -> Tensor:
     """`Tensor.quantile` takes at most 2^24 values; more are thinned evenly."""
     return values[:: len(values) // most + 1]
-

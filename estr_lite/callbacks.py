@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -167,11 +168,19 @@ class Show(Callback):
         self._bar.stop()
 
 
-def plain_progress(console: Console, label: str) -> Callable[[int, int], None]:
-    """Progress of an evaluation: one line at its start, the rest is quick."""
+@contextmanager
+def show_test(console: Console, label: str) -> Iterator[Callable[[int, int], None]]:
+    """Progress of a test: a bar in a terminal, one line elsewhere."""
+    bar = Progress(
+        TextColumn(f"test {label}"), MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn(),
+        console=console, disable=not console.is_terminal, transient=True,
+    )  # fmt: skip
+    task = bar.add_task("test", total=None)
 
     def show(done: int, total: int) -> None:
-        if done == 1:
-            console.print(f"{label}: {total} completions to decode …", highlight=False)
+        if done == 1 and not console.is_terminal:
+            console.print(f"test {label}: {total} groups to decode …", highlight=False)
+        bar.update(task, completed=done, total=total)
 
-    return show
+    with bar:
+        yield show

@@ -13,16 +13,21 @@ import json
 import logging
 import re
 import sys
+import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from inspect import signature
 from pathlib import Path
+from pydoc import locate
 from typing import Any, NoReturn
 
+import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from transformers.utils.logging import disable_progress_bar
 
 from estr_lite import advantages, objectives, staleness, tasks
 from estr_lite.build import Result, score_adapter, train
@@ -33,9 +38,10 @@ from estr_lite.module import NonFiniteError
 from estr_lite.rollout.engine import EngineError
 from estr_lite.rollout.mailbox import RolloutError
 
+RULE = "objective.rule"
 CLASSES: dict[str, Sequence[type]] = {
     "objective": objectives.CATALOGUE,
-    "objective.rule": objectives.RULES,
+    RULE: objectives.RULES,
     "task": tasks.CATALOGUE,
     "advantage": advantages.CATALOGUE,
     "staleness.inter": staleness.LAWS,
@@ -43,34 +49,45 @@ CLASSES: dict[str, Sequence[type]] = {
     "staleness.switch": staleness.SWITCHES,
 }
 """Options whose value is the name of a class."""
-EXPECTED = (ValueError, TypeError, OSError, EngineError, RolloutError, NonFiniteError)
-"""Failures that are told in a line; anything else is a defect of ours and shows its traceback."""
+FAILURES = (EngineError, RolloutError, NonFiniteError, OSError)
+"""What is told in a line, as our refusals are (`_deliberate`); anything else is a defect and shows its traceback."""
 
 
 class Parser(ArgumentParser):
     """Names the flag, the value and the nearest that would do."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        sys.stderr.write(f"{self.prog}: error: {message}{suggestion(message, self)}\n")
+        if not self.exit_on_error:  # the parser of one class: whoever asked it tells, and knows the flag
+            super().error(message, ex)
+        sys.stderr.write(f"{self.prog}: error: {plain(message, self)}\n")
         raise SystemExit(2)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command; exits with 0, 1 for a failure told in a line, 2 for bad usage, 130 after Ctrl-C."""
+    """Run a command; exits with 0, 1 for a failed run, 2 for what the configuration refuses, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     commands = {"train": _train, "eval": _eval, "calibrate": _calibrate, "objectives": _objectives}
     if not argv or argv[0] in ("-h", "--help"):
         print(f"{__doc__}\n\nestr-lite COMMAND --help lists the options of a command.")
         raise SystemExit(0 if argv else 2)
     if argv[0] not in commands:
-        near = difflib.get_close_matches(argv[0], commands, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        sys.stderr.write(f"estr-lite: error: there is no command {argv[0]!r}.{hint} Choose from {', '.join(commands)}.\n")
+        near = _nearest(argv[0], commands) or f" Choose from {', '.join(commands)}."
+        sys.stderr.write(f"estr-lite: error: there is no command {argv[0]!r}.{near}\n")
         raise SystemExit(2)
     with _quiet():
         try:
             commands[argv[0]](argv[1:])
-        except EXPECTED as failure:
+        except KeyboardInterrupt:
+            sys.stderr.write(f"estr-lite {argv[0]}: interrupted\n")
+            raise SystemExit(130) from None
+        except Exception as failure:
+            if not _expected(failure):
+                raise
+            if isinstance(failure, RolloutError) and failure.__cause__ and not _expected(failure.__cause__):
+                traceback.print_exception(failure.__cause__)  # the worker fell over something unforeseen
             sys.stderr.write(f"estr-lite {argv[0]}: error: {explain(failure)}\n")
             raise SystemExit(1) from failure
 
@@ -80,17 +97,30 @@ def explain(failure: BaseException) -> str:
     lines = [str(failure) or type(failure).__name__]
     cause = failure.__cause__
     while cause is not None:
-        if str(cause) not in lines[0]:
+        if not str(cause) or str(cause) not in lines[0]:
             lines.append(f"caused by {type(cause).__name__}: {cause}")
         cause = cause.__cause__
     return "\n  ".join(lines)
+
+
+def _expected(failure: BaseException) -> bool:
+    return isinstance(failure, FAILURES) or _deliberate(failure)
+
+
+def _deliberate(failure: BaseException) -> bool:
+    """Whether a `raise` of ours refused a value; the same type out of another library is a defect of ours."""
+    last = [frame.filename for frame in traceback.extract_tb(failure.__traceback__)][-1:]
+    ours = bool(last) and Path(last[0]).is_relative_to(Path(__file__).parent)
+    return isinstance(failure, (ValueError, TypeError, OSError, ImportError)) and ours
 
 
 # the commands
 
 
 def _train(argv: list[str]) -> None:
-    parser = _parser("train", "Train a LoRA adapter on rollouts of the staleness you set. Without options: the main job.")
+    parser = _parser(
+        "train", "Train a LoRA adapter on rollouts of the staleness you set. Without options: the main job."
+    )
     namespace = _parse(parser, argv)
     config = _config(parser, namespace)
     console = Console()
@@ -120,7 +150,7 @@ def _calibrate(argv: list[str]) -> None:
         "Find ESTR's tau for your model and data: the quantile of its score on near-on-policy rollouts "
         "(arXiv 2607.22186 gives no value that we could read; this procedure is ours).",
     )
-    parser.add_argument("--reject", type=float, default=1e-3, help="share of near-on-policy tokens to reject")
+    parser.add_argument("--reject", type=float, default=1e-4, help="share of near-on-policy tokens to reject")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     namespace = _parse(parser, argv)
     found = calibrate(_config(parser, namespace), namespace.reject, Console(stderr=True))
@@ -141,7 +171,8 @@ def _objectives(argv: list[str]) -> None:
     if name:
         console.print(known[name].__doc__ or "", markup=False)
         return
-    table = Table("objective", "what it does", "parameters", "edge", "source")
+    names = ("objective", "what it does", "parameters", "edge", "source")
+    table = Table(*(Column(name, overflow="fold") for name in names))
     for kind in known.values():
         parameters = ", ".join(f"{f.name}={'' if f.default is f.default_factory else f.default}" for f in fields(kind))  # pyright: ignore
         line = (kind.__doc__ or "").splitlines()[0]
@@ -161,52 +192,199 @@ def _parser(command: str, description: str) -> Parser:
 
 
 def _parse(parser: Parser, argv: list[str]) -> Namespace:
-    """Parse twice: a class chosen in the first pass starts the second with its own defaults.
+    """Files first, then the classes that flags choose, then the other flags, in whatever order they came.
 
-    In one pass, jsonargparse would carry equally named parameters over from the class that was the default.
+    A class that is named starts from its own defaults, or from what a file says of that class. Left alone,
+    jsonargparse would give it the values of the class it replaces, wherever the names of two parameters agree.
     """
-    argv = [_spelled(argument, argv[i - 1] if i else "") for i, argument in enumerate(argv)]
-    chosen = parser.parse_args(argv)
-    paths = {key: chosen[key]["class_path"] for key in CLASSES if key.count(".") == 0 or key.startswith("staleness")}
-    if "config" in chosen and chosen.config:
-        paths.pop("objective.rule", None)
-    changed = {k: {"class_path": path} for k, path in paths.items() if parser.get_default(k)["class_path"] != path}
-    parser.set_defaults(changed)
-    return parser.parse_args(argv)
+    files, classes, rest = _sorted(argv)
+    chosen = dict[str, str]()
+    for file in files:
+        chosen |= {key: _importable(parser, key, name) for key, name in _classes_in(file).items()}
+    parser.set_defaults({key: {"class_path": path} for key, path in chosen.items() if key != RULE})
+    flags = list[str]()
+    for key, name in classes:
+        path = _importable(parser, key, name)
+        flags.append(f"--{key}={name if path == chosen.get(key) else json.dumps(_fresh(path), default=str)}")
+        chosen[key] = path
+    return parser.parse_args([*(f"--config={file}" for file in files), *flags, *rest])
 
 
-def _spelled(argument: str, flag: str) -> str:
-    """Refuse a misspelt class name with the nearest right one, before jsonargparse calls it an import path."""
-    name, _, value = argument.partition("=") if argument.startswith("--") else (flag, "=", argument)
-    names = [kind.__name__ for kind in CLASSES.get(name.removeprefix("--"), ())]
-    if names and value and "." not in value and not value.startswith(("{", "[")) and value not in names:
-        raise ValueError(f"{name} {value}: there is no such class.{_nearest(value, names)}")
-    return argument
+def _sorted(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]], list[str]]:
+    """The files of `--config`, the choices of classes by name, outer ones first, and all other arguments."""
+    files, classes, rest = list[str](), list[tuple[str, str]](), list[str]()
+    left = list(argv)
+    while left:
+        argument = left.pop(0)
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if argument.startswith("--") and (name == "config" or name in CLASSES) and (equals or left):
+            value = value if equals else left.pop(0)
+            if name == "config":
+                files.append(value)
+                continue
+            if not value.startswith(("{", "[", "-")):
+                classes.append((name, value))
+                continue
+            argument = f"--{name}={value}"
+        rest.append(argument)
+    return files, sorted(classes, key=lambda choice: choice[0].count(".")), rest
+
+
+def _classes_in(file: str) -> dict[str, str]:
+    """The classes that a YAML file (or text) names, by option; what cannot be read is for the parser to refuse."""
+    try:
+        text = Path(file).read_text("utf-8")
+    except (OSError, UnicodeError):
+        text = file
+    try:
+        tree: Any = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    found = dict[str, str]()
+    for key in CLASSES:
+        node = tree
+        for part in key.split("."):
+            node = node.get(part, (node.get("init_args") or {}).get(part)) if isinstance(node, dict) else None
+        name = node.get("class_path") if isinstance(node, dict) else node
+        if isinstance(name, str):
+            found[key] = name
+    return found
+
+
+def _importable(parser: Parser, key: str, name: str) -> str:
+    """The import path of a class chosen by name; a misspelt one is refused with the nearest right one."""
+    known = {kind.__name__: kind for kind in CLASSES[key]}
+    if "." not in name and name not in known:
+        parser.error(f"--{key} {name}: there is no such class.{_nearest(name, known)}")
+    return _path(known[name]) if name in known else name
+
+
+def _path(kind: type) -> str:
+    """As jsonargparse writes it: from the package that exports the class."""
+    package = kind.__module__.rpartition(".")[0]
+    exported = getattr(sys.modules.get(package), kind.__name__, None) is kind and package != "estr_lite"
+    return f"{package if exported else kind.__module__}.{kind.__name__}"
+
+
+def _fresh(path: str) -> dict[str, Any]:
+    """A class with all its own defaults written out."""
+    kind = locate(path)
+    if not isinstance(kind, type):
+        return {"class_path": path}
+    defaults = {name: p.default for name, p in signature(kind).parameters.items() if p.default is not p.empty}
+    plain = {name: {"class_path": _path(type(v))} if is_dataclass(v) else v for name, v in defaults.items()}
+    return {"class_path": path, "init_args": plain}
 
 
 def _config(parser: Parser, namespace: Namespace) -> Config:
-    """The configuration's own dataclasses; whatever they refuse is told in a line."""
-    made: Any = parser.instantiate(namespace)
-    return Config(**{f.name: made[f.name] for f in fields(Config)})
+    """The configuration's own dataclasses; what they refuse is told in a line, by the flag that sets it."""
+    try:
+        made: Any = parser.instantiate(namespace)
+        return Config(**{f.name: made[f.name] for f in fields(Config)})
+    except Exception as failure:
+        if not _deliberate(failure):
+            raise
+        parser.error(f"{_flag(namespace, str(failure))}{failure}")
 
 
-def suggestion(message: str, parser: ArgumentParser) -> str:
-    """The nearest flag to one that is not known."""
-    match = re.search(r"unrecognized arguments?: (\S+)|Option '(\S+)' is not accepted", message)
+def _flag(namespace: Namespace, message: str) -> str:
+    """`--staleness.inter.steps: ` for a message that starts with `Fixed.steps`; nothing where no flag fits."""
+    match = re.match(r"(\w+)\.(\w+)\b", message)
     if not match:
         return ""
-    word = (match[1] or match[2]).split("=")[0]
+    owner, name = match[1], match[2]
+    sections = {type(f.default).__name__: f"{f.name}." for f in fields(Config)} | {"Config": ""}
+    for key in CLASSES:
+        spec = namespace.get(key if key != RULE else "objective.init_args.rule")
+        if isinstance(spec, Namespace) and spec["class_path"].endswith(f".{owner}") and _refuses(spec, message):
+            return f"--{key}.{name}: "
+    return f"--{sections[owner]}{name}: " if owner in sections else ""
+
+
+def _refuses(spec: Namespace, message: str) -> bool:
+    """Whether the class says this message to its own arguments: two options may be of one class."""
+    try:
+        kind: Any = locate(spec["class_path"])
+        kind(**spec.get("init_args", Namespace()).as_dict())
+    except Exception as failure:
+        return str(failure) == message
+    return False
+
+
+def plain(message: str, parser: ArgumentParser) -> str:
+    """A message of jsonargparse in the words of the command line, with the nearest to a name that is not known."""
+    keys = list(dict.fromkeys(re.findall(r'Parser key "([^"]+)"', message)))
+    paths = re.findall(r"Problem with given class_path '([^']+)'", message)
+    text = re.sub(r"""Parser key "[^"]+":\s*|Problem with given class_path '[^']+':\s*""", "", message)
+    text = text.partition("\n  - ")[0].strip()
+    flag = "--" + ".".join(keys) if keys else ""
+    for pattern, retell in RETOLD.items():
+        if match := re.fullmatch(pattern, text, re.DOTALL):
+            return retell(match, flag, paths[-1] if paths else "", parser)
+    return f"{flag}: {text}" if flag else text
+
+
+def _unknown_option(match: re.Match[str], flag: str, path: str, parser: ArgumentParser) -> str:
+    """An option that a class does not have."""
+    name = match[1].partition(".")[0]
+    kind = locate(path) if path else None
+    if kind is None:
+        return f"there is no option {name!r}.{_nearest(f'--{name}', _flags(parser))}"
+    known = [f"{flag}.{parameter}" for parameter in signature(kind).parameters]  # pyright: ignore[reportArgumentType]
+    return f"{flag}.{name}: {kind.__name__} has no such option.{_nearest(f'{flag}.{name}', known, 0.8)}"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _unknown_key(match: re.Match[str], flag: str, path: str, parser: ArgumentParser) -> str:
+    """A key of a YAML file that a section does not have."""
+    wrong = f"--{match[1]}.{match[2]}"
+    return f"there is no option {wrong}.{_nearest(wrong, _flags(parser))}"
+
+
+def _unknown_flag(match: re.Match[str], flag: str, path: str, parser: ArgumentParser) -> str:
+    """A flag that nothing has."""
+    return f"{match[0]}.{_nearest(match[1].partition('=')[0], _flags(parser))}"
+
+
+def _required(match: re.Match[str], flag: str, path: str, parser: ArgumentParser) -> str:
+    """What a class must be given."""
+    wanted = ", ".join(f"{flag}.{name}" for name in match[1].split(", "))
+    return f"{flag} {path.rpartition('.')[2]} needs {wanted} as well."
+
+
+def _wrong_type(match: re.Match[str], flag: str, path: str, parser: ArgumentParser) -> str:
+    names = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+    return f"{flag}: expected {names.get(match[1], match[1])}, got {match[2]}."
+
+
+def _wrong_choice(match: re.Match[str], flag: str, path: str, parser: ArgumentParser) -> str:
+    known = [word.strip(" '") for word in match[1].split(",")]
+    return f"{flag}: expected one of {', '.join(known)}, got {match[2]}."
+
+
+RETOLD: dict[str, Callable[[re.Match[str], str, str, ArgumentParser], str]] = {
+    r"Option '([^']+)' is not accepted": _unknown_option,
+    r"Group '([^']+)' does not accept option '([^']+)'": _unknown_key,
+    r"unrecognized arguments?: (\S+).*": _unknown_flag,
+    r"the following arguments are required: (.*)": _required,
+    r"Expected a <class '(?:\w+\.)*(\w+)'>\. Got value: (.*)": _wrong_type,
+    r"Expected a typing\.Literal\[(.*)\]\. Got value: (.*)": _wrong_choice,
+}
+"""jsonargparse's own messages, whole, and how we put them."""
+
+
+def _flags(parser: ArgumentParser) -> list[str]:
+    """Every flag, those of the classes too."""
     flags = [flag for action in parser._actions for flag in action.option_strings]
-    for prefix, kinds in CLASSES.items():
-        flags += [f"--{prefix}.{f.name}" for kind in kinds for f in fields(kind) if f.init]
-    if match[2]:
-        flags = sorted({flag.rsplit(".", 1)[-1] for flag in flags})
-    return _nearest(word, flags)
+    return flags + [
+        f"--{key}.{name}" for key, kinds in CLASSES.items() for k in kinds for name in signature(k).parameters
+    ]
 
 
-def _nearest(word: str, known: Sequence[str] | dict[str, Any]) -> str:
-    near = difflib.get_close_matches(word, list(known), 1, cutoff=0.5)
-    return f" Did you mean {near[0]}?" if near else f" Choose from {', '.join(known)}." if len(known) < 20 else ""
+def _nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """Which known name was meant, or all of them where none is near and they are few."""
+    names = list(known)
+    near = difflib.get_close_matches(word, names, 1, cutoff)
+    return f" Did you mean {near[0]}?" if near else f" Choose from {', '.join(names)}." if 0 < len(names) < 20 else ""
 
 
 # what is shown
@@ -227,7 +405,9 @@ def scores_table(columns: dict[str, Scores]) -> Table:
 def _before_after(result: Result) -> Table | str:
     columns = {"before": result.before, f"after {result.steps} steps": result.after}
     known = {name: scores for name, scores in columns.items() if scores is not None}
-    return scores_table(known) if known else f"{result.steps} steps in {result.train_seconds:.0f} s; no test was asked for"
+    return (
+        scores_table(known) if known else f"{result.steps} steps in {result.train_seconds:.0f} s; no test was asked for"
+    )
 
 
 def _calibration_table(found: Calibration) -> Table:
@@ -236,7 +416,8 @@ def _calibration_table(found: Calibration) -> Table:
         table.add_row(share, f"{tau:.4g}")
     table.caption = (
         f"suggested: --objective Estr --objective.tau {found.tau:.3g}\n"
-        f"at the run's own staleness it rejects {found.rejected_stale:.2%} of tokens; IcePop's band {found.icepop_stale:.2%}"
+        f"at the run's own staleness it rejects {found.rejected_stale:.2%} of tokens, "
+        f"IcePop's band {found.icepop_stale:.2%}"
     )
     return table
 
@@ -246,6 +427,7 @@ def _quiet() -> Iterator[None]:
     """Keep other libraries' start-up chatter off the screen; warnings of ours stay."""
     for name in ("lightning.pytorch", "lightning.fabric", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    disable_progress_bar()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"(lightning|transformers|torch|vllm)\b.*")
         yield

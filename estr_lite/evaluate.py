@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from estr_lite.rollout.engine import Engine, Sampling
-from estr_lite.rollout.mailbox import Mailbox
+from estr_lite.rollout.engine import Engine, EngineError, Sampling
+from estr_lite.rollout.mailbox import Mailbox, Stopped
 from estr_lite.rollout.worker import decode, grade
 from estr_lite.schedule import fit
 from estr_lite.seeds import derive
@@ -42,18 +42,32 @@ def evaluate(
     seed: int,
     split: Split = "test",
     progress: Callable[[int, int], None] = lambda done, total: None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Scores:
     """Score adapter `version` on the first `problems` problems of a split.
 
     `sampling.rollouts` completions are sampled a problem at its temperature, and one more greedily. pass@k is over
     those k = `sampling.rollouts` samples.
+
+    Raises:
+        Stopped: as soon as `stopped` says so.
+        EngineError: where the logits of a completion are not finite.
     """
+
+    def go_on(engine: Engine, latest: int) -> None:
+        if stopped():
+            raise Stopped
+
+    def rewards(sampling: Sampling, before: int) -> tuple[list[list[float]], float]:
+        return _rewards(
+            engine, task, tokenizer, tickets, sampling, version, go_on, lambda n: progress(before + n, 2 * count)
+        )
+
     count = min(problems, task.size(split))
     tickets = [_ticket(task, tokenizer, split, i, version, longest, seed) for i in range(count)]
     greedy = replace(sampling, temperature=0.0, rollouts=1)
-    total = len(tickets) * 2
-    sampled, truncated = _rewards(engine, task, tokenizer, tickets, sampling, version, lambda n: progress(n, total))
-    best, _ = _rewards(engine, task, tokenizer, tickets, greedy, version, lambda n: progress(len(tickets) + n, total))
+    sampled, truncated = rewards(sampling, 0)
+    best, _ = rewards(greedy, count)
     right = [sum(r == 1.0 for r in rewards) for rewards in sampled]
     k = sampling.rollouts
     means = [c / k for c in right]
@@ -89,6 +103,7 @@ def _rewards(
     tickets: Sequence[Ticket],
     sampling: Sampling,
     version: int,
+    before_step: Callable[[Engine, int], None],
     progress: Callable[[int], None],
 ) -> tuple[list[list[float]], float]:
     """Each ticket's rewards, in order, and the share of completions that ended by length."""
@@ -97,7 +112,12 @@ def _rewards(
     ready = Mailbox()
     ready.announce(version)
     found, long = dict[int, list[float]](), 0
-    for finished in decode(engine, cohorts, sampling, ready):
+    for finished in decode(engine, cohorts, sampling, ready, before_step):
+        if not all(bool(rollout.logp.isfinite().all()) for rollout in finished.rollouts):
+            raise EngineError(
+                f"The logits for {finished.ticket.prompt.uid} are not finite: the model or its adapter holds NaN or "
+                "infinite weights, or overflows in its dtype."
+            )
         group = grade(finished, task, tokenizer)
         found[group.ticket.slot] = [r.reward for r in group.rollouts]
         long += sum(r.finish == "length" for r in group.rollouts)

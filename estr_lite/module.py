@@ -56,6 +56,9 @@ class Optim:
         require_at_least(self, 0, warmup=self.warmup, weight_decay=self.weight_decay)
 
 
+BROKEN_WEIGHTS = "The adapter or the base model holds NaN or infinite weights, or overflows in its dtype."
+
+
 class NonFiniteError(RuntimeError):
     """Numbers that are not finite came up, and going on would ruin the adapter."""
 
@@ -153,19 +156,24 @@ class PolicyModule(L.LightningModule):
                 parameter.grad.mul_(total / kept)  # pyright: ignore[reportOptionalMemberAccess]
         norm = float(torch.nn.utils.clip_grad_norm_(trained, self.optim.max_grad_norm))
         if not math.isfinite(norm):
+            bad = self._nonfinite(batch)
             raise NonFiniteError(
-                f"Step {batch.step}: the gradient norm is {norm}. The policy or its objective has left the finite "
-                f"numbers; try a lower optim.lr (now {self.optim.lr:g})."
+                f"Step {batch.step}: the gradient norm is {norm}. "
+                + (f"In its batch {bad}. {BROKEN_WEIGHTS}" if bad else f"Try a lower optim.lr (now {self.optim.lr:g}).")
             )
         optimizer.step()  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
         return norm
 
     def _check_finite(self, batch: Batch) -> None:
-        bad = int((batch.action_mask & ~batch.valid).sum())
+        bad = self._nonfinite(batch)
         self._nonfinite_steps = self._nonfinite_steps + 1 if bad else 0
         if self._nonfinite_steps >= self.optim.nonfinite_patience:
             raise NonFiniteError(
-                f"Step {batch.step}: the engine's logits were not finite for {bad} of {int(batch.action_mask.sum())} "
-                f"tokens, and for some in each of the last {self._nonfinite_steps} steps. The adapter or the base "
-                "model holds NaN or infinite weights, or overflows in its dtype."
+                f"Step {batch.step}: {bad}, and for some in each of the last {self._nonfinite_steps} steps. "
+                f"{BROKEN_WEIGHTS}"
             )
+
+    def _nonfinite(self, batch: Batch) -> str:
+        """What the engine could not score, in words; nothing where it could score all."""
+        bad = int((batch.action_mask & ~batch.valid).sum())
+        return f"the engine's logits were not finite for {bad} of {int(batch.action_mask.sum())} tokens" if bad else ""

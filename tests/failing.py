@@ -1,0 +1,68 @@
+"""Parts that do something awkward at a chosen moment: real ones, chosen by their import path."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from estr_lite.objectives import KeepAll
+from estr_lite.tasks import Countdown
+from estr_lite.types import Correction, Evidence
+
+
+@dataclass(frozen=True)
+class GradingTask(Countdown):
+    """Countdown, but grading number `call` (from 1) has an `effect`; `when` says at what time it was."""
+
+    call: int = 1
+    calls: Any = field(init=False, repr=False, compare=False)
+    when: list[float] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "calls", count(1))
+        object.__setattr__(self, "when", [])
+
+    def grade(self, reference: str, completion: str) -> float:
+        if next(self.calls) == self.call:
+            self.when.append(time.monotonic())
+            self.effect()
+        return super().grade(reference, completion)
+
+    def effect(self) -> None: ...
+
+
+class FailingTask(GradingTask):
+    """The grader falls over."""
+
+    def effect(self) -> None:
+        raise RuntimeError("the grader ran out of ink")
+
+
+class InterruptingTask(GradingTask):
+    """Somebody presses Ctrl-C."""
+
+    def effect(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class InterruptingObjective(KeepAll):
+    """Somebody presses Ctrl-C twice while the trainer computes step `step`."""
+
+    step: int = 1
+    calls: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "calls", count())
+
+    def __call__(self, evidence: Evidence) -> Correction:
+        if next(self.calls) == self.step:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0)  # the handler runs between two bytecodes
+        return super().__call__(evidence)
