@@ -140,8 +140,8 @@ def adapter_lora(folder: Path) -> Lora:
     for name in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern"):
         if found.get(name):
             raise ValueError(f"The adapter in {folder} has {name}, which is not supported: it changes the LoRA scale.")
-    targets = found["target_modules"]
-    names = targets if isinstance(targets, str) else rf".*\.({'|'.join(map(re.escape, targets))})"  # pyright: ignore[reportArgumentType]
+    targets: Any = found["target_modules"]
+    names = targets if isinstance(targets, str) else rf".*\.({'|'.join(map(re.escape, targets))})"
     return Lora(int(str(found["r"])), float(str(found["lora_alpha"])), names)
 
 

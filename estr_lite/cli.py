@@ -24,7 +24,7 @@ from pydoc import locate
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings  # pyright: ignore
 from rich.console import Console
 from rich.table import Column, Table
 from transformers.utils.logging import disable_progress_bar

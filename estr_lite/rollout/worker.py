@@ -65,7 +65,7 @@ class Producer:
         sampling: how to sample them.
         mailbox: where versions come from and groups go.
         canary: called before each engine step with the engine and the newest version.
-        delay: called after each engine step; a test puts random sleeps here.
+        delay: called before each engine step; a test puts random sleeps here.
     """
 
     def __init__(
