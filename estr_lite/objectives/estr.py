@@ -12,8 +12,8 @@ from estr_lite.objectives.clipped import Clipped, Rule
 from estr_lite.types import Correction, Evidence
 
 DEFAULT_TAU = 0.7
-"""τ in nats. The paper's is unpublished as far as we could read. This is what `estr-lite calibrate` gives on the tiny model:
-one token in 10 000 of those sampled one version ago scores higher."""
+"""τ in nats. The paper's is unpublished as far as we could read. This is what `estr-lite calibrate` gives on the tiny
+model: one token in 10 000 of those sampled one version ago scores higher."""
 
 
 def score(log_ratio: Tensor, entropy: Tensor, epsilon: float) -> Tensor:
