@@ -132,7 +132,7 @@ class GroupedLora(PunicaWrapperCPU):
         buffer: tuple[Tensor, ...] | None = None,
         **kwargs: Any,
     ) -> None:
-        """y += scale · x Aᵀ Bᵀ, each row by its own adapter: x (tokens, in), A (slots, 1, r, in), B (slots, 1, out, r)."""
+        """y += scale · x Aᵀ Bᵀ, by each row's adapter: x (tokens, in), A (slots, 1, r, in), B (slots, 1, out, r)."""
         for index, rows in self._groups:
             own, start = x[rows], 0
             for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
