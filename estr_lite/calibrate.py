@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from estr_lite.build import train
 from estr_lite.config import Config, Evaluation
 from estr_lite.objectives import Clipped, Estr, IcePopRule
 from estr_lite.objectives.base import Objective
 from estr_lite.objectives.estr import score
 from estr_lite.staleness import Fixed, Staleness
+from estr_lite.train import train
 from estr_lite.types import Correction, Evidence
 
 SHARES = (1e-1, 1e-2, 1e-3, 1e-4)

@@ -30,13 +30,13 @@ from rich.table import Column, Table
 from transformers.utils.logging import disable_progress_bar
 
 from estr_lite import advantages, objectives, staleness, tasks
-from estr_lite.build import Result, score_adapter, train
 from estr_lite.calibrate import Calibration, calibrate
 from estr_lite.config import Config
 from estr_lite.evaluate import Scores
 from estr_lite.module import NonFiniteError
 from estr_lite.rollout.engine import EngineError
 from estr_lite.rollout.mailbox import RolloutError
+from estr_lite.train import Result, score_adapter, train
 
 RULE = "objective.rule"
 CLASSES: dict[str, Sequence[type]] = {

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from estr_lite.build import Parts, divide_cores, prepare, train
+from estr_lite.build import Parts, divide_cores, prepare
 from estr_lite.config import Config, Evaluation, Log
 from estr_lite.data import collate
 from estr_lite.loss import policy_loss
@@ -32,6 +32,7 @@ from estr_lite.rollout.transformers_engine import TransformersEngine
 from estr_lite.rollout.worker import grade
 from estr_lite.schedule import Schedule, cohorts
 from estr_lite.staleness import SYNCHRONOUS, Fixed, HeavyTail, Staleness, Uniform
+from estr_lite.train import train
 from estr_lite.types import Correction, Evidence, Group
 
 SMALL = Config(

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from estr_lite.build import train
 from estr_lite.cli import main
 from estr_lite.config import Config, Evaluation, Log
 from estr_lite.rollout.engine import Sampling
 from estr_lite.staleness import Fixed, Staleness
+from estr_lite.train import train
 
 ROOT = Path(__file__).parents[1]
 TINY = (

@@ -15,11 +15,11 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from estr_lite import cli
-from estr_lite.build import train
 from estr_lite.config import Config, Evaluation, Log
 from estr_lite.policy.base import TINY as TINY_MODEL
 from estr_lite.rollout.engine import Sampling
 from estr_lite.rollout.mailbox import RolloutError
+from estr_lite.train import train
 from tests.conftest import HAVE_VLLM
 from tests.failing import FailingTask
 from tests.runs import TINY, call, end, family, one_line, process, scratch, tiny_run, wait_for

@@ -13,13 +13,13 @@ import yaml
 from rich.console import Console
 
 from estr_lite import advantages, cli, tasks
-from estr_lite.build import train
 from estr_lite.config import Config, Evaluation, Log
 from estr_lite.objectives import CATALOGUE, RULES, Clipped, EstrRule, Grpo, IcePopRule, KeepAll
 from estr_lite.rollout.engine import Sampling
 from estr_lite.run_folder import to_yaml
 from estr_lite.staleness import LAWS, SWITCHES, At, Fixed, Geometric, Staleness, Uniform
 from estr_lite.tasks import Arithmetic
+from estr_lite.train import train
 from tests.runs import ROOT, TINY, call, tiny_run
 
 REQUIRED: dict[str, dict[str, float]] = {"EstrRule": {"tau": 3.0}, "KPopRule": {"phi": 0.5}}

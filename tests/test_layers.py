@@ -22,6 +22,7 @@ LAYERS = [
     {"config", "evaluate"},
     {"callbacks", "rollout.vllm_engine"},  # above config: each takes its own options whole
     {"build"},
+    {"train"},
     {"calibrate"},
     {"cli"},
     {"__main__"},

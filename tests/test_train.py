@@ -20,12 +20,12 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from estr_lite.build import train
 from estr_lite.config import Config, Evaluation, Log
 from estr_lite.distribution import entropy, log_softmax
 from estr_lite.policy.base import TINY as TINY_MODEL
 from estr_lite.rollout.engine import Sampling
 from estr_lite.staleness import Fixed, Staleness
+from estr_lite.train import train
 from tests.runs import TINY, call, end, family, process, scratch, tiny_run, wait_for
 
 STEPS, PROMPTS, ROLLOUTS = 3, 4, 4  # of the tiny run
