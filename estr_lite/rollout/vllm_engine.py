@@ -403,7 +403,7 @@ def _start(model: Model, rank: int, targets: Sequence[str], options: Vllm, seed:
     )
     if current_platform.is_cpu():
         kernels = f"{GroupedLora.__module__}.{GroupedLora.__qualname__}"
-        type(current_platform).get_punica_wrapper = classmethod(lambda cls: kernels)
+        type(current_platform).get_punica_wrapper = classmethod(lambda cls: kernels)  # pyright: ignore
     try:
         return LLMEngine.from_engine_args(arguments)
     except Exception as failure:
