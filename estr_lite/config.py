@@ -27,14 +27,12 @@ class Vllm:
         memory: share of the GPU's memory that vLLM may take; on CPU see `kv_gib`.
         kv_gib: size of the KV cache on CPU, in GiB.
         max_rows: most completions in flight.
-        core: CPU core that vLLM's threads are bound to; the trainer keeps off it.
         eager: no CUDA graphs and no compilation; slower, starts at once.
     """
 
     memory: float = 0.45
     kv_gib: float = 1.0
     max_rows: int = 256
-    core: int = -1
     eager: bool = True
 
     def __post_init__(self) -> None:
@@ -42,7 +40,6 @@ class Vllm:
             raise ValueError(f"Vllm.memory must be between 0 and 1, got {self.memory}.")
         require_positive(self, kv_gib=self.kv_gib)
         require_at_least(self, 1, max_rows=self.max_rows)
-        require_at_least(self, -1, core=self.core)
 
 
 @dataclass(frozen=True)

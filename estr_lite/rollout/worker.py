@@ -154,9 +154,15 @@ class Canary:
             adapter = self._store.get(version)
             if adapter is None or not bool(adapter.probe_logp.isfinite().all()):
                 continue  # no ticket can name it any more, or the policy has blown up, which the module counts
-            error = float((adapter.probe_logp - engine.score(version, self._probe)).abs().max())
+            found = engine.score(version, self._probe)
+            if not bool(found.isfinite().all()):
+                raise CanaryError(
+                    f"Canary of adapter version {version}: the engine's logits on the probe are not finite, the trainer's "
+                    "are. The base or the adapter overflows in the engine's dtype, or did not arrive whole."
+                )
+            error = float((adapter.probe_logp - found).abs().max())
             self.worst = max(self.worst, error)
-            if not error <= self._tolerance:
+            if error > self._tolerance:
                 raise CanaryError(
                     f"Canary of adapter version {version}: engine and trainer differ by {error:.3g} nats on the probe, "
                     f"tolerance {self._tolerance:g}. The engine serves another adapter, or reads a stale cache."
