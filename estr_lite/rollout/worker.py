@@ -157,8 +157,8 @@ class Canary:
             found = engine.score(version, self._probe)
             if not bool(found.isfinite().all()):
                 raise CanaryError(
-                    f"Canary of adapter version {version}: the engine's logits on the probe are not finite, the trainer's "
-                    "are. The base or the adapter overflows in the engine's dtype, or did not arrive whole."
+                    f"Canary of adapter version {version}: the engine's logits on the probe are not finite, the "
+                    "trainer's are. The base or the adapter overflows in the engine's dtype, or did not arrive whole."
                 )
             error = float((adapter.probe_logp - found).abs().max())
             self.worst = max(self.worst, error)
