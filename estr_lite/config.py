@@ -116,7 +116,7 @@ class Config:
     evaluation: Evaluation = Evaluation()
     log: Log = Log()
     prompts: int = 16
-    steps: int = 200
+    steps: int = 150
     seed: int = 0
     run: str = "auto"
 
