@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -27,6 +28,9 @@ from estr_lite.schedule import cohorts
 from estr_lite.seeds import generator
 from estr_lite.tasks.base import encode
 from estr_lite.types import Batch, Prompt, Rollout, Segment, Ticket
+
+SCRATCH: set[Path] = set()
+"""Folders of labs that were opened in this process; a session's own outlive its tests."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +75,7 @@ def open_lab(engine: str, config: Config, versions: int, core: int = 0, scale: f
     parts = prepare(config.model, config.lora, config.task, config.sampling, config.seed)
     for version in range(versions):
         add_version(parts, version, scale if version else 0.0)
+    SCRATCH.add(parts.store.folder(0).parent)
     thread = EngineThread(engine_builder(engine, config, parts, config.staleness.kv, (core,)), 1)
     try:
         yield Lab(config, parts, thread)

@@ -23,6 +23,7 @@ from estr_lite.config import Config, Evaluation, Log
 from estr_lite.rollout.engine import Sampling
 from estr_lite.staleness import Fixed, Staleness
 from estr_lite.train import train
+from tests.lab import SCRATCH
 
 ROOT = Path(__file__).parents[1]
 TINY = (
@@ -41,9 +42,10 @@ def call(*argv: object) -> int:
 
 
 def scratch(pid: int) -> list[Path]:
-    """What a process has left of its scratch folders."""
+    """What a process has left of its scratch folders, but for those of the session's own labs."""
     places = {Path("/dev/shm"), Path(tempfile.gettempdir())}
-    return [found for place in places if place.is_dir() for found in place.glob(f"estr-lite-{pid}-*")]
+    found = {path for place in places if place.is_dir() for path in place.glob(f"estr-lite-{pid}-*")}
+    return sorted(found - SCRATCH)
 
 
 @contextmanager
