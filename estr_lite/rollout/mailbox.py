@@ -1,4 +1,4 @@
-"""The one meeting point of the trainer's and the worker's thread: one lock, no poll, every failure delivered."""
+"""The one meeting point of the trainer's and the worker's thread: one lock, every failure delivered."""
 
 from __future__ import annotations
 
