@@ -19,11 +19,13 @@ from torch import Tensor
 from estr_lite.config import Log
 from estr_lite.data import Stream
 from estr_lite.diagnostics import histogram, trajectory_staleness
+from estr_lite.ledger import Ledger
 from estr_lite.module import PolicyModule
 from estr_lite.policy.adapter import Adapter, AdapterStore, causal_lm, peft_config, read_tensors, save
 from estr_lite.policy.score import score_sequence
 from estr_lite.rollout.mailbox import Mailbox
 from estr_lite.run_folder import RunFolder
+from estr_lite.session import Session
 from estr_lite.tasks.base import Tokenizer
 from estr_lite.types import Batch
 
@@ -48,16 +50,35 @@ class Publish(Callback):
     ) -> None:
         assert isinstance(pl_module, PolicyModule)
         version = batch.step + 1
+        self._run.event("publish", version=version)
         publish(pl_module.model, version, self._store, self._mailbox, self._probe)
         self._store.discard_below(max(0, version - self._horizon))
-        self._run.event("publish", version=version)
+
+
+class Account(Callback):
+    """Every trained token into the ledger, and the books checked after every step."""
+
+    def __init__(self, ledger: Ledger, stream: Stream, mailbox: Mailbox) -> None:
+        self._ledger, self._stream, self._mailbox = ledger, stream, mailbox
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, PolicyModule)
+        rollouts = [rollout for group in self._stream.groups for rollout in group.rollouts]
+        self._ledger.train(rollouts, [pl_module.keep[row, : len(r)] for row, r in enumerate(rollouts)])
+        with self._mailbox.lock:
+            self._ledger.check(self._mailbox.waiting())
 
 
 class Record(Callback):
     """Timing metrics, the event log, sampled rollouts and kept adapters."""
 
-    def __init__(self, run: RunFolder, stream: Stream, mailbox: Mailbox, tokenizer: Tokenizer, log: Log) -> None:
-        self._run, self._stream, self._mailbox, self._tokenizer, self._log = run, stream, mailbox, tokenizer, log
+    def __init__(
+        self, run: RunFolder, stream: Stream, mailbox: Mailbox, ledger: Ledger, tokenizer: Tokenizer, log: Log
+    ) -> None:
+        self._run, self._stream, self._mailbox, self._ledger = run, stream, mailbox, ledger
+        self._tokenizer, self._log = tokenizer, log
         self._mark = (time.monotonic(), 0.0, 0.0)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -72,6 +93,7 @@ class Record(Callback):
         self._mark = now
         pl_module.log_dict(
             {
+                "step": float(batch.step),  # Lightning takes it for the row's step, in a resumed run too
                 "time/step_seconds": seconds,
                 "time/trainer_wait_share": min(1.0, starved / seconds),
                 "time/engine_wait_share": min(1.0, idle / seconds),
@@ -79,11 +101,9 @@ class Record(Callback):
             }
         )
         intra, inter = trajectory_staleness(batch)
-        tickets = [
-            [g.ticket.slot, g.ticket.prompt.uid, g.ticket.seed, [[s.start, s.version] for s in g.ticket.segments]]
-            for g in self._stream.groups
-        ]
-        self._run.event("step", step=batch.step, inter=histogram(inter), intra=histogram(intra), tickets=tickets)
+        with self._mailbox.lock:
+            books = self._ledger.totals(self._mailbox.waiting())
+        self._run.event("step", step=batch.step, inter=histogram(inter), intra=histogram(intra), ledger=books)
         if (batch.step + 1) % self._log.adapters_every == 0:
             folder = self._run.path / "adapters" / str(batch.step + 1)
             save(folder, read_tensors(pl_module.model), peft_config(pl_module.model))
@@ -125,20 +145,38 @@ def _finite(values: Tensor) -> list[float | None]:
     return [round(v, 6) if ok else None for v, ok in zip(values.tolist(), torch.isfinite(values).tolist(), strict=True)]
 
 
+class Save(Callback):
+    """A checkpoint every so many steps; and an optimizer that goes on where an earlier process left it."""
+
+    def __init__(self, session: Session, every: int) -> None:
+        self._session, self._every = session, every
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._session.optimizer = trainer.optimizers[0]
+        self._session.scheduler = trainer.lr_scheduler_configs[0].scheduler  # pyright: ignore[reportAttributeAccessIssue]
+        self._session.restore_optimizer()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        if (batch.step + 1) % self._every == 0:
+            self._session.save(batch.step + 1)
+
+
 class Show(Callback):
     """Live progress: a bar in a terminal, a line now and then elsewhere."""
 
-    def __init__(self, console: Console, steps: int) -> None:
-        self._console, self._steps = console, steps
+    def __init__(self, console: Console, steps: int, done: int = 0) -> None:
+        self._console, self._steps, self._before = console, steps, done
         columns = ("step", "reward", "kept", "lag", "H", "k3")
         fields = [TextColumn(f"{name} [bold]{{task.fields[{name}]}}") for name in columns[1:]]
         self._bar = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), *fields, TimeRemainingColumn(),
             console=console, disable=not console.is_terminal,
         )  # fmt: skip
-        self._task = self._bar.add_task("train", total=steps, **dict.fromkeys(columns[1:], "-"))
+        self._task = self._bar.add_task("train", total=steps, completed=done, **dict.fromkeys(columns[1:], "-"))
         self._started = self._last = time.monotonic()
-        self._done = 0
+        self._done = done
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._started = self._last = time.monotonic()
@@ -160,7 +198,7 @@ class Show(Callback):
         now = time.monotonic()
         if not self._console.is_terminal and (now - self._last > PLAIN_EVERY or self._done == self._steps):
             self._last = now
-            left = (now - self._started) / self._done * (self._steps - self._done)
+            left = (now - self._started) / (self._done - self._before) * (self._steps - self._done)
             text = "  ".join(f"{name} {value}" for name, value in fields.items())
             self._console.print(f"step {self._done}/{self._steps}  {text}  ETA {left:.0f} s", highlight=False)
 

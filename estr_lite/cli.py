@@ -1,4 +1,4 @@
-"""The command line: `estr-lite train | eval | calibrate | objectives`."""
+"""The command line: `estr-lite train | resume | replay | eval | calibrate | objectives`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from inspect import signature
 from pathlib import Path
 from pydoc import locate
@@ -29,13 +29,16 @@ from rich.console import Console
 from rich.table import Column, Table
 from transformers.utils.logging import disable_progress_bar
 
-from estr_lite import advantages, objectives, staleness, tasks
+from estr_lite import advantages, modes, objectives, staleness, tasks
 from estr_lite.calibrate import Calibration, calibrate
 from estr_lite.config import Config
 from estr_lite.evaluate import Scores
+from estr_lite.ledger import LedgerError
 from estr_lite.module import NonFiniteError
+from estr_lite.replay import read_trace
 from estr_lite.rollout.engine import EngineError
 from estr_lite.rollout.mailbox import RolloutError
+from estr_lite.run_folder import to_yaml
 from estr_lite.train import Result, score_adapter, train
 
 RULE = "objective.rule"
@@ -44,12 +47,13 @@ CLASSES: dict[str, Sequence[type]] = {
     RULE: objectives.RULES,
     "task": tasks.CATALOGUE,
     "advantage": advantages.CATALOGUE,
+    "mode": modes.CATALOGUE,
     "staleness.inter": staleness.LAWS,
     "staleness.intra": staleness.LAWS,
     "staleness.switch": staleness.SWITCHES,
 }
 """Options whose value is the name of a class."""
-FAILURES = (EngineError, RolloutError, NonFiniteError, OSError)
+FAILURES = (EngineError, RolloutError, NonFiniteError, LedgerError, OSError)
 """What is told in a line, as our refusals are (`_deliberate`); anything else is a defect and shows its traceback."""
 
 
@@ -69,7 +73,14 @@ class Parser(ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; exits with 0, 1 for a failed run, 2 for what the configuration refuses, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": _train, "eval": _eval, "calibrate": _calibrate, "objectives": _objectives}
+    commands = {
+        "train": _train,
+        "resume": _resume,
+        "replay": _replay,
+        "eval": _eval,
+        "calibrate": _calibrate,
+        "objectives": _objectives,
+    }
     if not argv or argv[0] in ("-h", "--help"):
         print(f"{__doc__}\n\nestr-lite COMMAND --help lists the options of a command.")
         raise SystemExit(0 if argv else 2)
@@ -122,14 +133,71 @@ def _train(argv: list[str]) -> None:
         "train", "Train a LoRA adapter on rollouts of the staleness you set. Without options: the main job."
     )
     namespace = _parse(parser, argv)
+    _run(_config(parser, namespace), parser.dump(namespace))
+
+
+def _resume(argv: list[str]) -> None:
+    known = Parser(prog="estr-lite resume", description="Go on with a run that was killed or stopped.")
+    known.add_argument("run", type=Path, help="the run's folder; its configuration is its own")
+    folder = known.parse_args(argv).run
+    parser, namespace = _of_run(known, folder, [])
+    config = replace(_config(parser, namespace), run=str(folder))
+    _refuse_done(known, folder, config)
+    _run(config, parser.dump(namespace), again=True)
+
+
+def _replay(argv: list[str]) -> None:
+    description = "Train on the schedule of another run, as its event log has it: same versions, another objective."
+    known = Parser(prog="estr-lite replay", description=description, usage="estr-lite replay RUN [options of train]")
+    known.add_argument("run", type=Path, help="the folder of the run, live or controlled")
+    if not argv or argv[0].startswith("-"):
+        known.parse_args(argv)
+        known.error("name the run's folder first.")
+    folder, own = Path(argv[0]), [word for word in argv[1:] if word.startswith(("--staleness", "--mode"))]
+    if own:
+        known.error(f"{own[0].partition('=')[0]}: a replay takes its versions from the run that it repeats.")
+    trace = read_trace(folder)
+    parser, namespace = _of_run(known, folder, ["--run=auto", *argv[1:]])
     config = _config(parser, namespace)
+    asked = any(word.partition("=")[0] == "--steps" for word in argv)
+    if asked and config.steps > trace.steps:
+        known.error(f"--steps: {config.steps} were asked for, but {folder} has the schedule of {trace.steps}.")
+    mode = modes.Replay(str(folder), trace.lag, trace.caches)
+    steps = min(config.steps, trace.steps)
+    config = replace(config, mode=mode, staleness=staleness.Staleness(), steps=steps)
+    _run(config, to_yaml(config))
+
+
+def _of_run(known: Parser, folder: Path, more: list[str]) -> tuple[Parser, Namespace]:
+    """The configuration of a run's folder."""
+    file = folder / "config.yaml"
+    if not file.is_file():
+        known.error(f"{folder} has no config.yaml: name the folder of a run.")
+    parser = _parser("train", "")
+    parser.prog = known.prog
+    return parser, _parse(parser, [f"--config={file}", *more])
+
+
+def _refuse_done(parser: Parser, folder: Path, config: Config) -> None:
+    summary = folder / "summary.json"
+    if summary.is_file() and json.loads(summary.read_text("utf-8"))["steps"] >= config.steps:
+        parser.error(f"{folder} is done: it has all of its {config.steps} steps.")
+
+
+def _run(config: Config, resolved: str, again: bool = False) -> None:
+    """Train, and show how it went."""
     console = Console()
-    result = train(config, console, parser.dump(namespace))
+    result = train(config, console, resolved, again=again)
     console.print(_before_after(result))
     console.print(f"run folder {result.run}", highlight=False)
     if result.interrupted:
-        console.print(f"interrupted after step {result.steps} of {config.steps}; adapter {result.steps} is saved")
-        raise SystemExit(130)
+        console.print(
+            f"{result.interrupted} after step {result.steps} of {config.steps}; the checkpoint is saved. "
+            f"To go on: estr-lite resume {result.run}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise SystemExit(130 if result.interrupted == "SIGINT" else 0)
 
 
 def _eval(argv: list[str]) -> None:

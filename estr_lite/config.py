@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from estr_lite.advantages import Advantage, GroupNormalized
-from estr_lite.checks import require_at_least, require_positive
+from estr_lite.checks import require_at_least
+from estr_lite.modes import Controlled, Mode
 from estr_lite.module import Optim
 from estr_lite.objectives import Estr
 from estr_lite.objectives.base import Objective
 from estr_lite.policy.adapter import Lora
 from estr_lite.policy.base import Model
-from estr_lite.rollout.engine import Sampling
+from estr_lite.rollout.engine import Sampling, Vllm
+from estr_lite.rollout.remote import Watch
 from estr_lite.staleness import Staleness
 from estr_lite.tasks import Countdown, Task
 
@@ -20,26 +22,39 @@ EngineName = Literal["auto", "transformers", "vllm"]
 
 
 @dataclass(frozen=True)
-class Vllm:
-    """Options of the vLLM engine.
+class Resources:
+    """Who computes where.
 
     Args:
-        memory: share of the GPU's memory that vLLM may take; on CPU see `kv_gib`.
-        kv_gib: size of the KV cache on CPU, in GiB.
-        max_rows: most completions in flight.
-        eager: no CUDA graphs and no compilation; slower, starts at once.
+        trainer_cores: CPU cores of the trainer; 0 shares them out.
+        engine_cores: CPU cores of the engine; 0 takes the rest.
+        engine_process: whether the engine has a process of its own (`own`), or a thread of the trainer's (`shared`).
+            `auto` gives it one where processes can be had and there are two cores or more: neither side then waits for
+            the other's interpreter, and an engine that hangs can be ended and started again.
     """
 
-    memory: float = 0.45
-    kv_gib: float = 1.0
-    max_rows: int = 256
-    eager: bool = True
+    trainer_cores: int = 0
+    engine_cores: int = 0
+    engine_process: Literal["auto", "own", "shared"] = "auto"
 
     def __post_init__(self) -> None:
-        if not 0 < self.memory < 1:
-            raise ValueError(f"Vllm.memory must be between 0 and 1, got {self.memory}.")
-        require_positive(self, kv_gib=self.kv_gib)
-        require_at_least(self, 1, max_rows=self.max_rows)
+        require_at_least(self, 0, trainer_cores=self.trainer_cores, engine_cores=self.engine_cores)
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """What a killed run can be resumed from.
+
+    Args:
+        every: steps between two checkpoints; one is also written at the start, at the end, and when the run is stopped.
+        keep: how many of the newest are kept.
+    """
+
+    every: int = 10
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, every=self.every, keep=self.keep)
 
 
 @dataclass(frozen=True)
@@ -90,11 +105,15 @@ class Config:
         task: problems and grader.
         objective: what a token is worth; `estr-lite objectives` lists them.
         advantage: how a group's rewards become advantages.
-        staleness: which versions of the adapter sample.
+        mode: how generation and training share the time.
+        staleness: which versions of the adapter sample, in the mode `Controlled`.
         sampling: how they sample.
         optim: the optimizer step.
         engine: what generates; `auto` takes vLLM on a GPU, and on a CPU from 30 M parameters on, where it is installed.
         vllm: options of the vLLM engine.
+        resources: who computes where.
+        watch: how long to wait for an engine, how often to start it again.
+        checkpoint: what a killed run can be resumed from.
         evaluation: the test before and after.
         log: what the run's folder keeps.
         prompts: groups a step.
@@ -108,11 +127,15 @@ class Config:
     task: Task = Countdown()
     objective: Objective = Estr()
     advantage: Advantage = GroupNormalized()
+    mode: Mode = Controlled()
     staleness: Staleness = Staleness()
     sampling: Sampling = Sampling()
     optim: Optim = Optim()
     engine: EngineName = "auto"
     vllm: Vllm = Vllm()
+    resources: Resources = Resources()
+    watch: Watch = Watch()
+    checkpoint: Checkpointing = Checkpointing()
     evaluation: Evaluation = Evaluation()
     log: Log = Log()
     prompts: int = 16
@@ -130,6 +153,11 @@ class Config:
             )
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature must be above 0 to train, got 0: greedy rollouts do not explore.")
+        if not isinstance(self.mode, Controlled) and self.staleness != Staleness():
+            raise ValueError(
+                f"staleness is set, but the mode {type(self.mode).__name__} brings its own versions: leave it out, or "
+                "take the mode Controlled."
+            )
         if self.optim.minibatches > self.prompts:
             raise ValueError(
                 f"optim.minibatches is {self.optim.minibatches}, but a step has only {self.prompts} groups (prompts)."

@@ -18,11 +18,14 @@ def collate(groups: Sequence[Group], advantage: Advantage) -> Batch:
     """The step's groups, by slot, as one batch; behaviour that is not finite is zeroed and marked invalid.
 
     Raises:
-        ValueError: if the groups are of different steps or sizes.
+        ValueError: if the groups are of different steps or sizes, or of versions that came after their step.
     """
     steps, sizes = {g.ticket.step for g in groups}, {len(g.rollouts) for g in groups}
     if len(steps) != 1 or len(sizes) != 1:
         raise ValueError(f"A batch holds groups of one step and one size, got steps {steps} and sizes {sizes}.")
+    step, newest = next(iter(steps)), max(int(r.version.max()) for g in groups for r in g.rollouts)
+    if newest > step:
+        raise ValueError(f"The batch of step {step} holds tokens of version {newest}, which did not exist yet.")
     rewards = torch.tensor([[r.reward for r in g.rollouts] for g in groups])  # (N, G)
     rows = [r for g in groups for r in g.rollouts]
     prompts = [torch.tensor(g.ticket.prompt.token_ids) for g in groups for _ in g.rollouts]
@@ -31,7 +34,7 @@ def collate(groups: Sequence[Group], advantage: Advantage) -> Batch:
     action, logp, entropy = (_pad([getattr(r, name) for r in rows])[0] for name in ("action", "logp", "entropy"))
     finite = logp.isfinite() & entropy.isfinite()
     return Batch(
-        step=steps.pop(),
+        step=step,
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
         token_ids=token_ids,
@@ -62,10 +65,22 @@ class Stream:
 
     It has a length, or Lightning would prefetch a batch and zero lag would deadlock.
     `waited` counts the seconds the trainer stood idle for data.
+
+    Args:
+        steps: the training steps.
+        take: waits for a step's groups; Stopped ends the stream.
+        advantage: makes advantages of their rewards.
+        popped: told the groups of each step as they come.
     """
 
-    def __init__(self, steps: range, take: Callable[[int], list[Group]], advantage: Advantage) -> None:
-        self._steps, self._take, self._advantage = steps, take, advantage
+    def __init__(
+        self,
+        steps: range,
+        take: Callable[[int], list[Group]],
+        advantage: Advantage,
+        popped: Callable[[int, list[Group]], None] = lambda step, groups: None,
+    ) -> None:
+        self._steps, self._take, self._advantage, self._popped = steps, take, advantage, popped
         self.groups: list[Group] = []
         """The groups of the newest batch."""
         self.waited = 0.0
@@ -81,4 +96,5 @@ class Stream:
             except Stopped:
                 return
             self.waited += time.monotonic() - started
+            self._popped(step, self.groups)
             yield collate(self.groups, self._advantage)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from estr_lite.rollout.engine import Engine, EngineError, Sampling
+from estr_lite.rollout.engine import Advance, Engine, EngineError, Finished, Sampling
 from estr_lite.rollout.mailbox import Mailbox, Stopped
+from estr_lite.rollout.source import Planned
 from estr_lite.rollout.worker import decode, grade
 from estr_lite.schedule import fit
 from estr_lite.seeds import derive
@@ -112,7 +113,7 @@ def _rewards(
     ready = Mailbox()
     ready.announce(version)
     found, long = dict[int, list[float]](), 0
-    for finished in decode(engine, cohorts, sampling, ready, before_step):
+    for finished in _all(decode(engine, Planned(cohorts), sampling, ready, before_step)):
         if not all(bool(rollout.logp.isfinite().all()) for rollout in finished.rollouts):
             raise EngineError(
                 f"The logits for {finished.ticket.prompt.uid} are not finite: the model or its adapter holds NaN or "
@@ -123,3 +124,8 @@ def _rewards(
         long += sum(r.finish == "length" for r in group.rollouts)
         progress(len(found))
     return [found[t.slot] for t in tickets], long / (len(tickets) * sampling.rollouts)
+
+
+def _all(advances: Iterable[Advance]) -> Iterator[Finished]:
+    for advance in advances:
+        yield from advance.finished

@@ -80,7 +80,7 @@ class PolicyModule(L.LightningModule):
         self.model, self.objective, self.optim = model, objective, optim
         self.temperature, self.steps = temperature, steps
         self.tokens = TokenDiagnostics()
-        self._nonfinite_steps = 0
+        self.nonfinite_steps = 0
 
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -166,10 +166,10 @@ class PolicyModule(L.LightningModule):
 
     def _check_finite(self, batch: Batch) -> None:
         bad = self._nonfinite(batch)
-        self._nonfinite_steps = self._nonfinite_steps + 1 if bad else 0
-        if self._nonfinite_steps >= self.optim.nonfinite_patience:
+        self.nonfinite_steps = self.nonfinite_steps + 1 if bad else 0
+        if self.nonfinite_steps >= self.optim.nonfinite_patience:
             raise NonFiniteError(
-                f"Step {batch.step}: {bad}, and for some in each of the last {self._nonfinite_steps} steps. "
+                f"Step {batch.step}: {bad}, and for some in each of the last {self.nonfinite_steps} steps. "
                 f"{BROKEN_WEIGHTS}"
             )
 

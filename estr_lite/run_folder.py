@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import sys
+import threading
 import time
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -29,31 +30,37 @@ PACKAGES = (
 
 
 class RunFolder:
-    """config.yaml, environment.json, metrics.csv, tensorboard/, events.jsonl, rollouts/, adapters/, summary.json.
+    """config.yaml, environment.json, metrics.csv, tensorboard/, events.jsonl, rollouts/, adapters/, checkpoints/,
+    summary.json. Any thread may write events.
+
+    Args:
+        path: the folder.
+        again: whether it is an earlier run's, to be gone on with.
 
     Raises:
-        FileExistsError: if the folder exists; a run never writes over another.
+        FileExistsError: if the folder exists and is not to be gone on with; a run never writes over another.
         PermissionError: if it cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, again: bool = False) -> None:
         self.path = path
         self._made = list[Path]()  # folders that were not there before, inner ones first
         self._events: TextIO | None = None
         try:
-            if path.exists():
+            if path.exists() and not again:
                 raise FileExistsError(f"run {path} exists already; name another folder, or remove it.")
             self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
-            (path / "rollouts").mkdir(parents=True)
-            (path / "adapters").mkdir()
-            self._events = (path / "events.jsonl").open("w", buffering=1, encoding="utf-8")
+            for name in ("rollouts", "adapters", "checkpoints"):
+                (path / name).mkdir(parents=True, exist_ok=again)
+            self._events = (path / "events.jsonl").open("a", buffering=1, encoding="utf-8")
         except FileExistsError:
             raise
         except OSError as error:
             self.discard()
             raise PermissionError(f"run {path} cannot be written: {error.strerror}. Name a folder that can.") from error
+        self._lock = threading.Lock()
         self._began = time.monotonic()
-        self.started = False
+        self.started = again
         """Whether an event was written; a run that failed before its first leaves no folder."""
 
     def discard(self) -> None:
@@ -66,7 +73,7 @@ class RunFolder:
                 folder.rmdir()
 
     def write_config(self, text: str) -> None:
-        (self.path / "config.yaml").write_text(text, "utf-8")
+        write_whole(self.path / "config.yaml", text)
 
     def write_environment(self, **more: object) -> None:
         found = {"python": sys.version.split()[0], "platform": platform.platform(), "cores": os.cpu_count(), **more}
@@ -79,14 +86,28 @@ class RunFolder:
         self.write_json("environment.json", found | {"packages": versions})
 
     def write_json(self, name: str, value: object) -> None:
-        (self.path / name).write_text(json.dumps(value, indent=2) + "\n", "utf-8")
+        write_whole(self.path / name, json.dumps(value, indent=2) + "\n")
 
     def event(self, kind: str, **fields: Any) -> None:
         """A line of events.jsonl; `time` is seconds since the folder was made, on a clock that never goes back."""
         assert self._events is not None
-        line = {"event": kind, "time": round(time.monotonic() - self._began, 6), **fields}
-        self._events.write(json.dumps(line) + "\n")
-        self.started = True
+        with self._lock:
+            line = {"event": kind, "time": round(time.monotonic() - self._began, 6), **fields}
+            self._events.write(json.dumps(line) + "\n")
+            self.started = True
+
+    def mark(self) -> tuple[int, float]:
+        """Where events.jsonl ends, in bytes, and what time it is."""
+        assert self._events is not None
+        with self._lock:
+            self._events.flush()
+            return self._events.tell(), time.monotonic() - self._began
+
+    def rewind(self, mark: tuple[int, float]) -> None:
+        """Go on from an earlier mark: what was written after it is taken out, and the clock goes on from there."""
+        assert self._events is not None
+        os.truncate(self.path / "events.jsonl", min(mark[0], (self.path / "events.jsonl").stat().st_size))
+        self._began = time.monotonic() - mark[1]
 
     def write_rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Sampled completions of a step, one JSON object a line; text is data here, never markup."""
@@ -96,6 +117,13 @@ class RunFolder:
     def close(self) -> None:
         if self._events is not None:
             self._events.close()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file that is there whole or not at all, whatever kills us."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, "utf-8")
+    os.replace(part, path)
 
 
 def to_yaml(config: object) -> str:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from estr_lite.seeds import derive
-from estr_lite.staleness import Staleness, ticket
+from estr_lite.staleness import Staleness, rollout_seed, ticket
 from estr_lite.tasks.base import Task, Tokenizer, encode
-from estr_lite.types import Prompt, Ticket
+from estr_lite.types import Prompt, Segment, Ticket
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,19 @@ class Schedule:
         """The step's tickets, one a slot."""
         return tuple(self._ticket(step, slot) for slot in range(self.prompts))
 
+    def live(self, number: int, segments: tuple[Segment, ...]) -> Ticket:
+        """Ticket number n of all, with the prompt and the seed that it would have under any law."""
+        step, slot = divmod(number, self.prompts)
+        return Ticket(step, slot, self._prompt(step, slot), segments, rollout_seed(self.seed, step, slot), False)
+
     def _ticket(self, step: int, slot: int) -> Ticket:
+        return ticket(self.staleness, self.seed, step, slot, self._prompt(step, slot))
+
+    def _prompt(self, step: int, slot: int) -> Prompt:
         size = self.task.size("train")
         epoch, place = divmod(step * self.prompts + slot, size)
         problem = self.task.problem("train", _shuffled(size, derive(self.seed, "epoch", epoch))[place])
-        prompt = fit(encode(problem, self.tokenizer), self.longest)
-        return ticket(self.staleness, self.seed, step, slot, prompt)
+        return fit(encode(problem, self.tokenizer), self.longest)
 
 
 def fit(prompt: Prompt, longest: int) -> Prompt:

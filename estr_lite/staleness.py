@@ -192,7 +192,12 @@ def ticket(staleness: Staleness, seed: int, step: int, slot: int, prompt: Prompt
     intra = staleness.intra.draw(random.Random(derive(seed, "intra", step, slot)))
     last, first = step - inter, step - inter - intra
     segments = _clamp(staleness.switch.segments(first, last))
-    return Ticket(step, slot, prompt, segments, derive(seed, "rollout", step, slot), clamped=first < 0)
+    return Ticket(step, slot, prompt, segments, rollout_seed(seed, step, slot), clamped=first < 0)
+
+
+def rollout_seed(seed: int, step: int, slot: int) -> int:
+    """What the rollouts of (step, slot) are sampled with, whatever their versions."""
+    return derive(seed, "rollout", step, slot)
 
 
 def _clamp(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:

@@ -44,7 +44,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Ticket:
-    """All that is random about one group, fixed before anything runs.
+    """All that is random about one group, fixed before anything runs; live, `segments` is what came about.
 
     `clamped` marks a warm-up ticket: its law asked for a version below 0 and got 0.
     """
@@ -61,9 +61,9 @@ class Ticket:
         versions = [segment.version for segment in self.segments]
         if not starts or starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
             raise ValueError(f"Ticket.segments must start at token 0 and rise, got starts {starts}.")
-        if versions != sorted(versions) or versions[0] < 0 or versions[-1] > self.step:
+        if versions != sorted(versions) or versions[0] < 0:
             raise ValueError(
-                f"Ticket.segments of step {self.step}: versions must not fall, within 0..{self.step}, got {versions}."
+                f"Ticket.segments of step {self.step}: versions must be 0 or above, not falling: {versions}."
             )
 
 

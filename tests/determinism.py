@@ -1,6 +1,7 @@
 """The promises of determinism as checks that tests and benchmark share: real short runs, compared byte by byte.
 
-A run is what it leaves behind: the final adapter's file, metrics.csv and events.jsonl, these two without their times.
+A run is what it leaves behind: the final adapter's file, metrics.csv and events.jsonl, these two without
+what depends on timing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from rich.console import Console
 
 from estr_lite.build import Parts, divide_cores, prepare
-from estr_lite.config import Config, Evaluation, Log
+from estr_lite.config import Config, Evaluation, Log, Resources
 from estr_lite.data import collate
 from estr_lite.loss import policy_loss
 from estr_lite.module import Optim
@@ -37,6 +38,7 @@ from estr_lite.types import Correction, Evidence, Group
 
 SMALL = Config(
     engine="transformers",
+    resources=Resources(engine_process="shared"),
     staleness=Staleness(Fixed(2), Fixed(1)),
     sampling=Sampling(max_tokens=24, rollouts=4),
     optim=Optim(lr=1e-2, micro_batch=6),  # a rate at which a few steps move the ratios beyond the clips
@@ -70,7 +72,7 @@ class Run:
     def tickets(self) -> list[object]:
         """The tickets of every step, as the event log has them."""
         events = map(json.loads, self.events.splitlines())
-        return [event["tickets"] for event in events if event["event"] == "step"]
+        return sorted((e["step"], e["tickets"]) for e in events if e["event"] == "pop")
 
 
 def run(config: Config, folder: Path, delay: Callable[[], None] = lambda: None) -> Run:
@@ -94,7 +96,8 @@ def _metrics(folder: Path) -> bytes:
 
 def _events(folder: Path) -> bytes:
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return "\n".join(json.dumps({k: v for k, v in event.items() if k != "time"}) for event in events).encode()
+    kept = [{k: v for k, v in event.items() if k not in ("time", "ledger")} for event in events]
+    return "\n".join(sorted(map(json.dumps, kept))).encode()  # two threads write: their lines mix as it comes
 
 
 # jitter
@@ -135,7 +138,7 @@ def synchronous(config: Config, folder: Path) -> bytes:
 
 
 def _loop(config: Config, parts: Parts) -> None:
-    trainer_cores, engine_cores = map(len, divide_cores())
+    trainer_cores, engine_cores = map(len, divide_cores(config.resources, phases=False))
     model, optim, sampling = parts.model, config.optim, config.sampling
     schedule = Schedule(config.task, parts.tokenizer, config.staleness, config.prompts, config.seed, parts.longest)
     engine = TransformersEngine(model, parts.store, stop_tokens(config.model, parts.tokenizer), "keep", 256)
@@ -148,8 +151,8 @@ def _loop(config: Config, parts: Parts) -> None:
         groups = list[Group]()
         for cohort in cohorts(schedule.tickets(step), engine.max_rows // sampling.rollouts):
             engine.admit(cohort, sampling)
-            while engine.runnable(step):
-                groups += [grade(done, config.task, parts.tokenizer) for done in engine.step(step)]
+            while engine.needs <= step:
+                groups += [grade(done, config.task, parts.tokenizer) for done in engine.step(step).finished]
         batch = collate(sorted(groups, key=lambda group: group.ticket.slot), config.advantage).to(model.device)
 
         torch.set_num_threads(trainer_cores)
@@ -194,6 +197,14 @@ def jitter_identical(folder: Path, steps: int) -> Verdict:
     return Verdict(all(v.holds for v in verdicts), sum(v.bytes_compared for v in verdicts))
 
 
+def own_process_identical(folder: Path, steps: int) -> Verdict:
+    """An engine in a process of its own generates what one in a thread does."""
+    config = replace(SMALL, steps=steps)
+    thread = run(config, folder / "thread")
+    process = run(replace(config, resources=Resources(engine_process="own")), folder / "process")
+    return Verdict(thread == process, len(thread))
+
+
 def zero_lag_equals_sync(folder: Path, steps: int) -> Verdict:
     """Without lag the worker, the mailbox and Lightning train as the plain loop does."""
     config = replace(SMALL, steps=steps, staleness=SYNCHRONOUS)
@@ -213,6 +224,7 @@ def tickets_independent_of_objective(folder: Path, steps: int) -> Verdict:
 CHECKS: tuple[Callable[[Path, int], Verdict], ...] = (
     same_seed_identical,
     jitter_identical,
+    own_process_identical,
     zero_lag_equals_sync,
     tickets_independent_of_objective,
 )

@@ -23,6 +23,7 @@ from estr_lite.policy.adapter import Adapter, lora_parameters, write_tensors
 from estr_lite.policy.score import score_sequence
 from estr_lite.rollout.engine import Engine, Finished, Sampling
 from estr_lite.rollout.mailbox import Mailbox
+from estr_lite.rollout.source import Planned
 from estr_lite.rollout.worker import EngineThread, decode
 from estr_lite.schedule import cohorts
 from estr_lite.seeds import generator
@@ -48,7 +49,8 @@ class Lab:
             ready = Mailbox()
             ready.announce(1 << 30)
             plan = cohorts(tuple(tickets), engine.max_rows // sampling.rollouts)
-            return sorted(decode(engine, plan, sampling, ready), key=lambda f: f.ticket.slot)
+            advances = decode(engine, Planned(plan), sampling, ready)
+            return sorted((f for a in advances for f in a.finished), key=lambda f: f.ticket.slot)
 
         return self.thread.submit(job).result()
 
@@ -69,14 +71,16 @@ class Lab:
 
 
 @contextmanager
-def open_lab(engine: str, config: Config, versions: int, core: int = 0, scale: float = 0.02) -> Iterator[Lab]:
+def open_lab(
+    engine: str, config: Config, versions: int, core: int = 0, scale: float = 0.02, own_process: bool = False
+) -> Iterator[Lab]:
     """Version 0 is the base; the others are random, far enough apart that a wrong one would show."""
     torch.set_num_threads(1)
     parts = prepare(config.model, config.lora, config.task, config.sampling, config.seed)
     for version in range(versions):
         add_version(parts, version, scale if version else 0.0)
-    SCRATCH.add(parts.store.folder(0).parent)
-    thread = EngineThread(engine_builder(engine, config, parts, config.staleness.kv, (core,)), 1)
+    SCRATCH.update((parts.store.scratch, parts.store.scratch.with_suffix(".lock")))
+    thread = EngineThread(engine_builder(engine, config, parts, config.staleness.kv, (core,), own_process), 1)
     try:
         yield Lab(config, parts, thread)
     finally:

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from estr_lite.cli import main
-from estr_lite.config import Config, Evaluation, Log
+from estr_lite.config import Config, Evaluation, Log, Resources
 from estr_lite.rollout.engine import Sampling
 from estr_lite.staleness import Fixed, Staleness
 from estr_lite.train import train
@@ -28,7 +28,7 @@ from tests.lab import SCRATCH
 ROOT = Path(__file__).parents[1]
 TINY = (
     *("--steps", "2", "--prompts", "2", "--sampling.rollouts", "2", "--evaluation.problems", "0"),
-    *("--log.tensorboard", "false", "--engine", "transformers"),
+    *("--log.tensorboard", "false", "--engine", "transformers", "--resources.engine_process", "shared"),
 )
 """Flags of a run of a second or two; later flags win."""
 
@@ -101,6 +101,7 @@ def tiny_run() -> Path:
         staleness=Staleness(Fixed(1), Fixed(0)),
         sampling=Sampling(rollouts=4),
         engine="transformers",
+        resources=Resources(engine_process="shared"),
         evaluation=Evaluation(problems=16, samples=2),
         log=Log(adapters_every=1, rollouts_every=1),
         prompts=4,

@@ -15,7 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from estr_lite import cli
-from estr_lite.config import Config, Evaluation, Log
+from estr_lite.config import Config, Evaluation, Log, Resources
 from estr_lite.policy.base import TINY as TINY_MODEL
 from estr_lite.rollout.engine import Sampling
 from estr_lite.rollout.mailbox import RolloutError
@@ -309,6 +309,7 @@ def test_a_failure_of_the_worker_reaches_the_trainer_at_once_with_its_cause(tmp_
         task=task,
         sampling=Sampling(rollouts=2),
         engine="transformers",
+        resources=Resources(engine_process="shared"),
         evaluation=Evaluation(problems=0),
         log=Log(tensorboard=False),
         prompts=2,
@@ -326,7 +327,11 @@ def test_a_failure_of_the_worker_reaches_the_trainer_at_once_with_its_cause(tmp_
 
 def test_a_failure_during_the_test_before_training_leaves_nothing(tmp_path: Path) -> None:
     config = Config(
-        task=FailingTask(call=3), engine="transformers", evaluation=Evaluation(problems=4), run=str(tmp_path / "run")
+        task=FailingTask(call=3),
+        engine="transformers",
+        resources=Resources(engine_process="shared"),
+        evaluation=Evaluation(problems=4),
+        run=str(tmp_path / "run"),
     )
     with pytest.raises(RuntimeError, match="the grader ran out of ink"):
         train(config, Console(quiet=True), "")

@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 
 from estr_lite import advantages, cli, tasks
-from estr_lite.config import Config, Evaluation, Log
+from estr_lite.config import Config, Evaluation, Log, Resources
 from estr_lite.objectives import CATALOGUE, RULES, Clipped, EstrRule, Grpo, IcePopRule, KeepAll
 from estr_lite.rollout.engine import Sampling
 from estr_lite.run_folder import to_yaml
@@ -152,17 +152,17 @@ def test_what_is_printed_is_what_runs(capsys: pytest.CaptureFixture[str], tmp_pa
 
 def test_help_tells_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--help") == 0
-    assert "train | eval | calibrate | objectives" in capsys.readouterr().out
+    assert "train | resume | replay | eval | calibrate | objectives" in capsys.readouterr().out
     assert call() == 2
     assert 'estr-lite = "estr_lite.cli:main"' in (ROOT / "pyproject.toml").read_text("utf-8")
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "calibrate", "objectives"])
+@pytest.mark.parametrize("command", ["train", "resume", "replay", "eval", "calibrate", "objectives"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(command, "--help") == 0
     told = capsys.readouterr().out
     assert f"usage: estr-lite {command}" in told
-    assert command == "objectives" or "--staleness.inter" in told
+    assert command in ("objectives", "resume", "replay") or "--staleness.inter" in told
 
 
 def test_objectives_lists_the_catalogue_and_shows_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,6 +188,7 @@ def test_a_terminal_gets_live_progress(tmp_path: Path) -> None:
     config = Config(
         sampling=Sampling(rollouts=2),
         engine="transformers",
+        resources=Resources(engine_process="shared"),
         evaluation=Evaluation(problems=2, samples=1),
         log=Log(tensorboard=False),
         prompts=2,

@@ -98,6 +98,12 @@ def test_groups_of_another_step_or_another_size_are_refused() -> None:
 # The stream
 
 
+def test_a_token_of_a_version_that_came_after_its_step_is_refused() -> None:
+    rollout = make_rollout(2, version=torch.tensor([5, 6]))
+    with pytest.raises(ValueError, match="batch of step 5 holds tokens of version 6"):
+        collate([Group(make_ticket(5), (rollout, rollout))], GroupCentered())
+
+
 def test_a_stream_has_a_length_and_gives_one_batch_a_step_in_order() -> None:
     mailbox = Mailbox()
     for step in (7, 5, 6):

@@ -86,7 +86,7 @@ def test_version_tags_follow_the_ticket(lab: Lab, kv: str) -> None:
     lab.set_kv(kv)
     for done in lab.run([lab.ticket(i, SWAPPED) for i in range(4)], SAMPLING):
         for rollout in done.rollouts:
-            assert rollout.version.tolist() == [version_at(done.ticket, t) for t in range(len(rollout))]
+            assert rollout.version.tolist() == [version_at(done.ticket.segments, t) for t in range(len(rollout))]
 
 
 def test_a_groups_samples_differ_and_are_reproducible_by_seed(lab: Lab) -> None:
@@ -154,12 +154,12 @@ def test_a_cohort_waits_at_the_token_whose_version_is_missing_while_others_go_on
         engine.admit([waiting], SAMPLING)
         engine.admit([free], SAMPLING)
         first = list[Finished]()
-        while engine.runnable(0):
-            first += engine.step(0)
-        stuck = not engine.runnable(0) and engine.runnable(1)
+        while engine.needs <= 0:
+            first += engine.step(0).finished
+        stuck = engine.needs > 0 and engine.needs <= 1
         second = list[Finished]()
-        while engine.runnable(1):
-            second += engine.step(1)
+        while engine.needs <= 1:
+            second += engine.step(1).finished
         return first, stuck, second
 
     first, stuck, second = lab.thread.submit(job).result()
@@ -174,8 +174,8 @@ def test_groups_of_different_versions_share_a_decode(lab: Lab) -> None:
         for i in range(4):
             engine.admit([lab.ticket(i, [(0, i)])], SAMPLING)
         found = list[Finished]()
-        while engine.runnable(9):
-            found += engine.step(9)
+        while engine.needs <= 9:
+            found += engine.step(9).finished
         return found
 
     finished = lab.thread.submit(job).result()
@@ -218,8 +218,8 @@ def test_logits_that_are_not_finite_are_marked_and_do_not_touch_other_rows(lab: 
         engine.admit([lab.ticket(0, [(0, 9)])], replace(SAMPLING, max_tokens=4))
         engine.admit([lab.ticket(1, [(0, 1)])], SAMPLING)
         found = list[Finished]()
-        while engine.runnable(9):
-            found += engine.step(9)
+        while engine.needs <= 9:
+            found += engine.step(9).finished
         return sorted(found, key=lambda done: done.ticket.slot)
 
     bad, good = lab.thread.submit(job).result()

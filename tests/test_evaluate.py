@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from estr_lite.evaluate import Scores, evaluate, pass_at_k
-from estr_lite.rollout.engine import Engine, EngineError, Finished, Sampling
+from estr_lite.rollout.engine import Advance, Engine, EngineError, Finished, Sampling
 from estr_lite.rollout.mailbox import Stopped
 from estr_lite.tasks import Arithmetic, Countdown
 from estr_lite.tasks.base import Problem, Split, Task
@@ -50,7 +51,7 @@ class Numbered(Task):
 class Scripted(Engine):
     """Rollout j of problem i is right where `right(i, j)` says so; greedily, where i is even."""
 
-    max_rows = 12
+    max_rows, lanes, patience = 12, 1, 0.0
 
     def __init__(self, right: Any) -> None:
         self._right, self._waiting = right, list[Finished]()
@@ -80,11 +81,14 @@ class Scripted(Engine):
             reward=float("nan"),
         )
 
-    def runnable(self, latest: int) -> bool:
-        return bool(self._waiting)
+    @property
+    def needs(self) -> float:
+        return 0 if self._waiting else math.inf
 
-    def step(self, latest: int) -> list[Finished]:
-        return [self._waiting.pop()]
+    def step(self, latest: int) -> Advance:
+        return Advance([self._waiting.pop()])
+
+    def swap(self, version: int) -> None: ...
 
     def score(self, version: int, token_ids: Tensor) -> Tensor:
         return torch.zeros(len(token_ids) - 1)

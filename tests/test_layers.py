@@ -12,16 +12,18 @@ import estr_lite
 
 ROOT = Path(estr_lite.__file__).parent
 LAYERS = [
-    {"types", "seeds", "checks", "run_folder"},
+    {"types", "seeds", "checks", "run_folder", "metrics_file"},
     {
-        *("objectives", "advantages", "loss", "diagnostics"),
-        *("staleness", "distribution", "tasks", "rollout.engine", "rollout.mailbox"),
+        *("objectives", "advantages", "loss", "diagnostics", "ledger", "codec"),
+        *("staleness", "distribution", "tasks", "rollout.engine"),
     },
-    {"schedule", "data", "policy", "tiny"},
-    {"module", "rollout.transformers_engine", "rollout.worker"},
-    {"config", "evaluate"},
-    {"callbacks", "rollout.vllm_engine"},  # above config: each takes its own options whole
-    {"build"},
+    {"schedule", "policy", "tiny", "modes", "rollout.source", "rollout.mailbox"},
+    {"data", "replay", "checkpoint"},
+    {"module", "rollout.transformers_engine", "rollout.vllm_engine", "rollout.worker", "rollout.remote"},
+    {"config", "evaluate", "rollout.serve"},
+    {"build", "rollout.child"},
+    {"session"},
+    {"callbacks"},
     {"train"},
     {"calibrate"},
     {"cli"},

@@ -20,7 +20,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from estr_lite.config import Config, Evaluation, Log
+from estr_lite.config import Config, Evaluation, Log, Resources
 from estr_lite.distribution import entropy, log_softmax
 from estr_lite.policy.base import TINY as TINY_MODEL
 from estr_lite.rollout.engine import Sampling
@@ -64,7 +64,7 @@ def test_the_folder_holds_everything_and_all_of_it_parses() -> None:
     found = {path.name for path in run.iterdir()}
     assert found == {
         *("config.yaml", "environment.json", "metrics.csv", "tensorboard", "events.jsonl"),
-        *("rollouts", "adapters", "summary.json"),
+        *("rollouts", "adapters", "checkpoints", "summary.json", "ledger.json"),
     }
     assert yaml.safe_load((run / "config.yaml").read_text("utf-8"))["steps"] == STEPS
     environment = json.loads((run / "environment.json").read_text("utf-8"))
@@ -79,7 +79,7 @@ def test_the_folder_holds_everything_and_all_of_it_parses() -> None:
 
 def test_the_summary_says_how_the_run_went() -> None:
     summary = json.loads((tiny_run() / "summary.json").read_text("utf-8"))
-    assert (summary["steps"], summary["interrupted"], summary["engine"]) == (STEPS, False, "transformers")
+    assert (summary["steps"], summary["interrupted"], summary["engine"]) == (STEPS, "", "transformers")
     assert summary["canary"] < 1e-3
     for when in ("before", "after"):
         assert summary[when]["problems"] == 16
@@ -92,7 +92,7 @@ def test_the_metrics_have_every_name_and_are_finite_where_there_is_something_to_
     bins = {name.removeprefix("bins/tokens_") for name in ALWAYS_FINITE if name.startswith("bins/")}
     means = {f"bins/{kind}_{label}" for kind in ("kept", "delta2") for label in bins}
     lonely = {"keep/positive_advantage", "keep/negative_advantage"}  # a step may lack a sign of advantage
-    assert set(table[0]) == ALWAYS_FINITE | means | lonely | {"step", "epoch"}
+    assert set(table[0]) == ALWAYS_FINITE | means | lonely | {"step"}
     for row in table:
         assert all(math.isfinite(float(row[name])) for name in ALWAYS_FINITE)
         assert sum(float(row[f"bins/tokens_{label}"]) for label in bins) == float(row["tokens/trained"])
@@ -102,16 +102,22 @@ def test_the_metrics_have_every_name_and_are_finite_where_there_is_something_to_
 
 def test_every_event_parses_and_the_steps_hold_their_tickets() -> None:
     events = lines(tiny_run() / "events.jsonl")
-    assert [event["event"] for event in events] == ["start", *["publish", "step"] * STEPS]
+    trainers = [event for event in events if event["event"] not in ("admit", "segment")]
+    assert [event["event"] for event in trainers] == ["start", *["pop", "publish", "step"] * STEPS]
     assert [event["version"] for event in events if event["event"] == "publish"] == [1, 2, 3]
     times = [event["time"] for event in events]
     assert times == sorted(times)
+    books = {"generated", "trained", "masked", "dropped", "queued", "in_flight"}
     for step, event in enumerate(event for event in events if event["event"] == "step"):
+        assert event["step"] == step and event["ledger"].keys() == books
+        assert sum(event["inter"].values()) == PROMPTS * ROLLOUTS
+    for step, event in enumerate(event for event in events if event["event"] == "pop"):
         assert event["step"] == step and [ticket[0] for ticket in event["tickets"]] == list(range(PROMPTS))
         for _, uid, seed, segments in event["tickets"]:
             assert uid.startswith("countdown:") and isinstance(seed, int)
             assert segments == [[0, max(0, step - 1)]]  # lag 1, clamped at the start
-        assert sum(event["inter"].values()) == PROMPTS * ROLLOUTS
+    admitted = [ticket for event in events if event["event"] == "admit" for ticket in event["tickets"]]
+    assert [ticket[:2] for ticket in admitted] == [[s, slot] for s in range(STEPS) for slot in range(PROMPTS)]
 
 
 def test_peft_loads_every_adapter_and_it_scores_as_the_rollouts_say() -> None:
@@ -161,6 +167,7 @@ def test_a_notebook_trains_outside_the_main_thread_too(tmp_path: Path) -> None:
         staleness=Staleness(Fixed(1), Fixed(0)),
         sampling=Sampling(rollouts=2),
         engine="transformers",
+        resources=Resources(engine_process="shared"),
         evaluation=Evaluation(problems=0),
         log=Log(tensorboard=False),
         prompts=2,
@@ -187,7 +194,7 @@ def test_ctrl_c_finishes_the_step_and_saves_everything(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with process("train", *TINY, "--steps", 100000, "--run", run) as running:
         wait_for(lambda: (run / "metrics.csv").is_file() and len(rows(run)) >= 10, running)
-        assert len(scratch(running.pid)) == 1
+        assert len(scratch(running.pid)) == 2  # the folder and its lock
         running.send_signal(signal.SIGINT)
         code, told, errors = end(running)
         assert code == 130, errors
@@ -195,9 +202,10 @@ def test_ctrl_c_finishes_the_step_and_saves_everything(tmp_path: Path) -> None:
     summary = json.loads((run / "summary.json").read_text("utf-8"))
     steps = summary["steps"]
     assert summary["interrupted"] and steps >= 10
-    assert f"interrupted after step {steps} of 100000; adapter {steps} is saved" in told
+    assert f"SIGINT after step {steps} of 100000; the checkpoint is saved" in told
     assert [int(row["step"]) for row in rows(run)] == list(range(steps))
-    assert [event["event"] for event in lines(run / "events.jsonl")] == ["start", *["publish", "step"] * steps]
+    kinds = [event["event"] for event in lines(run / "events.jsonl")]
+    assert (kinds.count("pop"), kinds.count("publish"), kinds.count("step")) == (steps, steps, steps)
     assert call("eval", "--adapter", run / "adapters" / str(steps), "--evaluation.problems", 2) == 0
 
 

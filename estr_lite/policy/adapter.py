@@ -7,11 +7,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from filelock import FileLock
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -142,16 +146,26 @@ def peft_config(model: PeftModel) -> dict[str, object]:
     return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
 
 
+class Versions(Protocol):
+    """What an engine reads adapters from."""
+
+    def tensors(self, version: int) -> Mapping[str, Tensor]: ...
+
+    def folder(self, version: int) -> Path: ...
+
+
 class AdapterStore:
     """Every version that a ticket may still name, in memory; a folder of it where an engine reads files.
 
-    The trainer thread adds and discards, the worker thread reads: a version is added before it is announced and never
-    changed after, so readers need no lock.
+    The trainer's thread adds and discards, the worker's reads: a version is added before it is announced and never
+    changed after, so readers need no lock. Versions that a ticket in flight needs are held until it is done.
     """
 
-    def __init__(self, config: Mapping[str, object], scratch: Path) -> None:
-        self.config, self._scratch = config, scratch
+    def __init__(self, config: Mapping[str, object], scratch: Path, owned: FileLock) -> None:
+        self.config, self.scratch, self._owned = config, scratch, owned
         self._versions: dict[int, Adapter] = {}
+        self._holds = Counter[int]()
+        self._lock = threading.Lock()
 
     def add(self, adapter: Adapter) -> None:
         self._versions[adapter.version] = adapter
@@ -170,19 +184,67 @@ class AdapterStore:
     def __len__(self) -> int:
         return len(self._versions)
 
+    def tensors(self, version: int) -> Mapping[str, Tensor]:
+        """The version's weights."""
+        return self[version].tensors
+
     def folder(self, version: int) -> Path:
         """The version as a PEFT folder, written when first asked for."""
-        path = self._scratch / f"v{version}"
+        self.write(version)
+        path = self.scratch / f"v{version}"
         if not path.is_dir():
-            save(path, self[version].tensors, self.config)
+            raise KeyError(f"Adapter version {version} is not in the store any more.")
         return path
 
+    def write(self, version: int) -> None:
+        """Write the version's folder for another process to read, unless it was discarded."""
+        path = self.scratch / f"v{version}"
+        with self._lock:
+            if version in self._versions and not path.is_dir():
+                save(path, self[version].tensors, self.config)
+
+    def hold(self, versions: Iterable[int]) -> None:
+        """Keep these versions, those that do not exist yet too, until they are released as often."""
+        with self._lock:
+            self._holds.update(versions)
+
+    def release(self, versions: Iterable[int]) -> None:
+        with self._lock:
+            self._holds.subtract(versions)
+            self._holds = +self._holds
+
     def discard_below(self, version: int) -> None:
-        """Forget versions that no ticket can name any more."""
-        for old in [v for v in self._versions if v < version]:
-            del self._versions[old]
-            shutil.rmtree(self._scratch / f"v{old}", ignore_errors=True)
+        """Forget versions that no later ticket can name, but for those that are held."""
+        with self._lock:
+            for old in [v for v in self._versions if v < version and not self._holds[v]]:
+                del self._versions[old]
+                shutil.rmtree(self.scratch / f"v{old}", ignore_errors=True)
+
+    @property
+    def versions(self) -> dict[int, Adapter]:
+        """Every version that is kept."""
+        return dict(self._versions)
 
     def close(self) -> None:
-        """Remove the folders."""
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        """Remove the folders, and say that nobody needs them."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        Path(self._owned.lock_file).unlink(missing_ok=True)
+        self._owned.release()
+
+
+class AdapterFolder:
+    """The versions that another process's store has written, read when they are asked for."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+
+    def folder(self, version: int) -> Path:
+        """The version as a PEFT folder."""
+        path = self._scratch / f"v{version}"
+        if not path.is_dir():
+            raise KeyError(f"Adapter version {version} is not in {self._scratch}.")
+        return path
+
+    def tensors(self, version: int) -> dict[str, Tensor]:
+        """The version's weights."""
+        return load_file(self.folder(version) / WEIGHTS)

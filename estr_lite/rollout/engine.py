@@ -6,17 +6,41 @@ has one caller: the thread that built it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
-from estr_lite.types import Rollout, Ticket
+from estr_lite.checks import require_at_least, require_positive
+from estr_lite.types import Rollout, Segment, Ticket
 
 
 class EngineError(RuntimeError):
     """The engine cannot go on; the message says why and what would help."""
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """Options of the vLLM engine.
+
+    Args:
+        memory: share of the GPU's memory that vLLM may take; on CPU see `kv_gib`.
+        kv_gib: size of the KV cache on CPU, in GiB.
+        max_rows: most completions in flight.
+        eager: no CUDA graphs and no compilation; slower, starts at once.
+    """
+
+    memory: float = 0.45
+    kv_gib: float = 1.0
+    max_rows: int = 256
+    eager: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.memory < 1:
+            raise ValueError(f"Vllm.memory must be between 0 and 1, got {self.memory}.")
+        require_positive(self, kv_gib=self.kv_gib)
+        require_at_least(self, 1, max_rows=self.max_rows)
 
 
 @dataclass(frozen=True)
@@ -64,11 +88,26 @@ class Finished:
     rollouts: tuple[Rollout, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Advance:
+    """What one engine step did, for the ledger too."""
+
+    finished: Sequence[Finished] = ()
+    sampled: Mapping[int, int] = field(default_factory=dict)  # version -> tokens sampled in this step
+    flying: Mapping[int, int] = field(default_factory=dict)  # version -> tokens of all unfinished completions
+    segments: Sequence[tuple[Ticket, Segment]] = ()  # that began in this step, with the first ticket of their cohort
+    lost: str = ""  # why all that was in flight before the step was lost and started again; "" if it was not
+
+
 class Engine(Protocol):
     """Decodes cohorts. `latest` is always the newest version announced to the caller."""
 
     max_rows: int
     """Most completions that a cohort may have."""
+    lanes: int
+    """Cohorts that decode side by side."""
+    patience: float
+    """Seconds that a call may take beyond its caller's bound, where an engine watches and mends itself; 0 elsewhere."""
 
     def room(self, rows: int, latest: int) -> bool:
         """Whether a cohort of that many completions should start now."""
@@ -78,12 +117,17 @@ class Engine(Protocol):
         """Start a cohort: tickets that share their segments."""
         ...
 
-    def runnable(self, latest: int) -> bool:
-        """Whether any admitted cohort can decode another token."""
+    @property
+    def needs(self) -> float:
+        """The version that must exist for any cohort in hand to go on; infinite without cohorts."""
         ...
 
-    def step(self, latest: int) -> list[Finished]:
+    def step(self, latest: int) -> Advance:
         """Decode some tokens of the cohorts that can go on; cohorts whose next version is above `latest` wait."""
+        ...
+
+    def swap(self, version: int) -> None:
+        """Live: from its next token on, `version` samples every cohort in flight, for as far as is known."""
         ...
 
     def score(self, version: int, token_ids: Tensor) -> Tensor:
@@ -95,11 +139,16 @@ class Engine(Protocol):
         ...
 
 
-def version_at(ticket: Ticket, token: int) -> int:
+def version_at(segments: Sequence[Segment], token: int) -> int:
     """The version that samples completion token `token`."""
-    return next(s.version for s in reversed(ticket.segments) if s.start <= token)
+    return next(s.version for s in reversed(segments) if s.start <= token)
 
 
-def next_switch(ticket: Ticket, token: int) -> int | None:
+def next_switch(segments: Sequence[Segment], token: int) -> int | None:
     """The first token position after `token` at which the adapter changes; None if it stays."""
-    return next((s.start for s in ticket.segments if s.start > token), None)
+    return next((s.start for s in segments if s.start > token), None)
+
+
+def turn(segments: Sequence[Segment], token: int, version: int) -> tuple[Segment, ...]:
+    """The segments where `version` takes over at `token` and stays."""
+    return (*(s for s in segments if s.start < token), Segment(token, version))

@@ -6,7 +6,10 @@ own, so the content never depends on timing.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from peft import PeftModel
@@ -14,11 +17,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from estr_lite.distribution import sample, uniforms
-from estr_lite.policy.adapter import AdapterStore, causal_lm, twin, write_tensors
+from estr_lite.policy.adapter import Versions, causal_lm, twin, write_tensors
 from estr_lite.policy.score import score_sequence
-from estr_lite.rollout.engine import Engine, Finished, Sampling, next_switch, version_at
+from estr_lite.rollout.engine import Advance, Engine, Finished, Sampling, turn, version_at
 from estr_lite.staleness import KvCache
-from estr_lite.types import Rollout, Ticket
+from estr_lite.types import Rollout, Segment, Ticket
 
 TOKENS_A_STEP = 64
 """Longest stretch that one `step` decodes, so that a stop request is seen in time."""
@@ -35,37 +38,57 @@ class TransformersEngine(Engine):
         stop: token ids that end a completion.
         kv: what an in-flight swap does with keys and values.
         max_rows: most rows in a cohort.
+        stretch: most tokens that one `step` decodes. Live, adapters are swapped between two steps.
     """
 
-    def __init__(self, model: PeftModel, store: AdapterStore, stop: frozenset[int], kv: KvCache, max_rows: int) -> None:
-        self.max_rows = max_rows
+    lanes, patience = 1, 0.0
+
+    def __init__(
+        self,
+        model: PeftModel,
+        store: Versions,
+        stop: frozenset[int],
+        kv: KvCache,
+        max_rows: int,
+        stretch: int = TOKENS_A_STEP,
+    ) -> None:
+        self.max_rows, self._stretch = max_rows, stretch
         self._model, self._store, self.kv = twin(model), store, kv
         self._stop = torch.tensor(sorted(stop), device=model.device)
         self._loaded = -1
         self._cohorts: list[_Cohort] = []
 
     def room(self, rows: int, latest: int) -> bool:
-        return not self.runnable(latest)  # one cohort at a time; others are admitted while it waits
+        return self.needs > latest  # one cohort at a time; others are admitted while it waits
 
     def admit(self, tickets: Sequence[Ticket], sampling: Sampling) -> None:
         self._cohorts.append(_Cohort(tickets, sampling, self._model.device))
 
-    def runnable(self, latest: int) -> bool:
-        return any(cohort.version <= latest for cohort in self._cohorts)
+    @property
+    def needs(self) -> float:
+        return min((cohort.version for cohort in self._cohorts), default=math.inf)
 
     @torch.inference_mode()
-    def step(self, latest: int) -> list[Finished]:
+    def step(self, latest: int) -> Advance:
         cohort = next((c for c in self._cohorts if c.version <= latest), None)  # the oldest that can go on
         if cohort is None:
-            return []
-        for _ in range(TOKENS_A_STEP):
+            return Advance(flying=self._flying())
+        before, began = Counter(cohort.tally), list[tuple[Ticket, Segment]]()
+        for _ in range(self._stretch):
             if cohort.done or cohort.version > latest:
                 break
+            if (segment := cohort.begins()) is not None:
+                began.append((cohort.tickets[0], segment))
             self._decode(cohort)
+        sampled = cohort.tally - before
         if not cohort.done:
-            return []
+            return Advance((), sampled, self._flying(), began)
         self._cohorts.remove(cohort)
-        return cohort.finished()
+        return Advance(cohort.finished(), sampled, self._flying(), began)
+
+    def swap(self, version: int) -> None:
+        for cohort in self._cohorts:
+            cohort.turn(version)
 
     def score(self, version: int, token_ids: Tensor) -> Tensor:
         self._load(version)
@@ -74,19 +97,22 @@ class TransformersEngine(Engine):
     def close(self) -> None:
         self._cohorts.clear()
 
+    def _flying(self) -> Counter[int]:
+        return sum((cohort.tally for cohort in self._cohorts), Counter[int]())
+
     @property
     def _base(self) -> PreTrainedModel:
         return causal_lm(self._model)
 
     def _load(self, version: int) -> None:
         if version != self._loaded:
-            write_tensors(self._model, self._store[version].tensors)
+            write_tensors(self._model, self._store.tensors(version))
             self._loaded = version
 
     def _decode(self, cohort: _Cohort) -> None:
         """One token for every live row."""
         self._load(cohort.version)
-        if self.kv == "recompute" and cohort.switched:
+        if self.kv == "recompute" and cohort.begins():
             cohort.cache = None
         if cohort.cache is None:
             cohort.cache = DynamicCache(config=self._base.config)
@@ -110,6 +136,8 @@ class _Cohort:
 
     def __init__(self, tickets: Sequence[Ticket], sampling: Sampling, device: torch.device) -> None:
         self.tickets, self.sampling = tickets, sampling
+        self.segments = tickets[0].segments
+        self.tally = Counter[int]()  # tokens by version
         self.cache: DynamicCache | None = None
         prompts = [t.prompt.token_ids for t in tickets for _ in range(sampling.rollouts)]
         rows, width, most = len(prompts), max(map(len, prompts)), sampling.max_tokens
@@ -127,18 +155,21 @@ class _Cohort:
         self._live = torch.arange(rows, device=device)
         self._running = torch.ones(rows, dtype=torch.bool, device=device)  # of the live rows
         self._stopped = torch.zeros(rows, dtype=torch.bool, device=device)
-        self._t = 0
+        self._t, self._left = 0, rows  # tokens so far, and rows that still run
         self.done = False
 
     @property
     def version(self) -> int:
         """The version that samples the next token."""
-        return version_at(self.tickets[0], self._t)
+        return version_at(self.segments, self._t)
 
-    @property
-    def switched(self) -> bool:
-        """Whether the next token is the first of a segment."""
-        return self._t > 0 and next_switch(self.tickets[0], self._t - 1) == self._t
+    def begins(self) -> Segment | None:
+        """The segment whose first token is the next one; None where none begins."""
+        return next((segment for segment in self.segments if segment.start == self._t), None)
+
+    def turn(self, version: int) -> None:
+        """From the next token on, `version` samples."""
+        self.segments = turn(self.segments, self._t, version)
 
     @property
     def positions(self) -> Tensor:
@@ -159,12 +190,13 @@ class _Cohort:
         self._tokens[self._live, self._t] = tokens
         self._logp[self._live, self._t] = logp
         self._entropy[self._live, self._t] = entropy
+        self.tally[self.version] += self._left
         self._t += 1
         ended = self._running & torch.isin(tokens, stop)
         self._lengths[self._live[ended]] = self._t
         self._stopped[self._live[ended]] = True
         self._running &= ~ended
-        left = int(self._running.sum())
+        self._left = left = int(self._running.sum())
         self.done = left == 0 or self._t == self.sampling.max_tokens
         self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
         if not self.done and left < COMPACT_BELOW * len(self._live):
@@ -175,7 +207,7 @@ class _Cohort:
 
     def finished(self) -> list[Finished]:
         lengths = self._lengths.tolist()
-        versions = torch.tensor([version_at(self.tickets[0], t) for t in range(self._t)])
+        versions = torch.tensor([version_at(self.segments, t) for t in range(self._t)])
         columns = [x.cpu() for x in (self._tokens, self._logp, self._entropy)]
         found = list[Finished]()
         for i, ticket in enumerate(self.tickets):
@@ -188,5 +220,5 @@ class _Cohort:
                 rollouts.append(
                     Rollout(tokens, logp, entropy, versions[:n].clone(), action, finish, reward=float("nan"))
                 )
-            found.append(Finished(ticket, tuple(rollouts)))
+            found.append(Finished(replace(ticket, segments=self.segments), tuple(rollouts)))
         return found

@@ -10,9 +10,11 @@ Between two engine steps nothing runs: that is where a swap goes, and why every 
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -35,14 +37,23 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from estr_lite.config import Vllm
 from estr_lite.distribution import entropy, log_softmax
-from estr_lite.policy.adapter import AdapterStore
+from estr_lite.policy.adapter import Versions
 from estr_lite.policy.base import Model, context_length, load_tokenizer, stop_tokens
-from estr_lite.rollout.engine import Engine, EngineError, Finished, Sampling, next_switch, version_at
+from estr_lite.rollout.engine import (
+    Advance,
+    Engine,
+    EngineError,
+    Finished,
+    Sampling,
+    Vllm,
+    next_switch,
+    turn,
+    version_at,
+)
 from estr_lite.seeds import derive
 from estr_lite.staleness import KvCache
-from estr_lite.types import Rollout, Ticket
+from estr_lite.types import Rollout, Segment, Ticket
 
 ROW = "estr_lite_row"
 LANES = 8
@@ -164,10 +175,20 @@ class _Cohort:
     tickets: Sequence[Ticket]
     sampling: Sampling
     rows: list[_Row]
-    adapter: int  # vLLM's LoRA id, never used twice
-    version: int
-    switch: int | None  # token at which the next version takes over
+    segments: tuple[Segment, ...]
+    adapter: int = 0  # vLLM's LoRA id, never used twice
+    at: int = 0  # the token at which the present segment began
+    tally: Counter[int] = field(default_factory=Counter)  # tokens by version
     held: set[str] = field(default_factory=set)
+
+    @property
+    def version(self) -> int:
+        return version_at(self.segments, self.at)
+
+    @property
+    def switch(self) -> int | None:
+        """The token at which the next version takes over."""
+        return next_switch(self.segments, self.at)
 
     @property
     def live(self) -> list[_Row]:
@@ -192,12 +213,14 @@ class VllmEngine(Engine):
         EngineError: if vLLM cannot start, for instance for want of memory for the KV cache.
     """
 
+    lanes, patience = LANES, 0.0
+
     def __init__(
         self,
         model: Model,
         rank: int,
         targets: Sequence[str],
-        store: AdapterStore,
+        store: Versions,
         options: Vllm,
         kv: KvCache,
         seed: int,
@@ -216,25 +239,30 @@ class VllmEngine(Engine):
         self._free = list(range(options.max_rows))
         self._cohorts: list[_Cohort] = []
         self._by_request: dict[str, tuple[_Cohort, _Row]] = {}
+        self._sampled = Counter[int]()  # tokens by version, since the last step
+        self._began = list[tuple[Ticket, Segment]]()  # segments, since the last step
         self._ids = count(1)
         self._probe: Tensor | None = None
 
     # the protocol
 
     def room(self, rows: int, latest: int) -> bool:
-        used = sum(len(cohort.rows) for cohort in self._cohorts)
+        used = sum(len(cohort.live) for cohort in self._cohorts)
         return used + rows <= self.max_rows and len(self._cohorts) < LANES
 
     def admit(self, tickets: Sequence[Ticket], sampling: Sampling) -> None:
         rows = [_Row(self._free.pop(), t, i) for t in tickets for i in range(sampling.rollouts)]
-        cohort = _Cohort(tickets, sampling, rows, 0, version_at(tickets[0], 0), next_switch(tickets[0], 0))
+        cohort = _Cohort(tickets, sampling, rows, tickets[0].segments)
         self._cohorts.append(cohort)
+        self._began.append((cohort.tickets[0], cohort.segments[0]))
         self._submit(cohort)
 
-    def runnable(self, latest: int) -> bool:
-        return any(self._can_go_on(cohort, latest) for cohort in self._cohorts)
+    @property
+    def needs(self) -> float:
+        waits = ((self._next_version(c) if self._waits(c) else c.version) for c in self._cohorts)
+        return min(waits, default=math.inf)
 
-    def step(self, latest: int) -> list[Finished]:
+    def step(self, latest: int) -> Advance:
         for cohort in self._cohorts:
             if self._waits(cohort) and self._next_version(cohort) <= latest:
                 self._swap(cohort)
@@ -244,7 +272,27 @@ class VllmEngine(Engine):
         for cohort in done:
             self._cohorts.remove(cohort)
             self._engine.remove_lora(cohort.adapter)
-        return [finished for cohort in done for finished in self._finished(cohort)]
+        finished = [one for cohort in done for one in self._finished(cohort)]
+        flying = sum((cohort.tally for cohort in self._cohorts), Counter[int]())
+        advance = Advance(finished, self._sampled, flying, self._began)
+        self._sampled, self._began = Counter(), []
+        return advance
+
+    def swap(self, version: int) -> None:
+        for cohort in self._cohorts:
+            if cohort.live:
+                token = max(len(row.token_ids) for row in cohort.live)
+                self._turn(cohort, token, version)
+
+    def _turn(self, cohort: _Cohort, token: int, version: int) -> None:
+        """From `token` on, which no live row has passed, `version` samples: rows wait there for those behind."""
+        cohort.segments = turn(cohort.segments, token, version)
+        if token == 0:
+            self._load(cohort.adapter, version, inplace=True)
+            return
+        for row in cohort.live:
+            if len(row.token_ids) == token:
+                self._hold(cohort, row)
 
     def score(self, version: int, token_ids: Tensor) -> Tensor:
         adapter = self._load(next(self._ids), version)
@@ -272,8 +320,8 @@ class VllmEngine(Engine):
     def _swap(self, cohort: _Cohort) -> None:
         """Every live row stands at the switch: give them the next version and let them go on."""
         assert cohort.switch is not None
-        cohort.version = version_at(cohort.tickets[0], cohort.switch)
-        cohort.switch = next_switch(cohort.tickets[0], cohort.switch)
+        cohort.at = cohort.switch
+        self._began.append((cohort.tickets[0], Segment(cohort.at, cohort.version)))
         self._scheduler.held -= cohort.held
         cohort.held.clear()
         if self.kv == "keep":
@@ -323,8 +371,11 @@ class VllmEngine(Engine):
 
     def _take(self, cohort: _Cohort, row: _Row, output: RequestOutput) -> None:
         (completion,) = output.outputs
+        count = len(completion.token_ids)
         row.token_ids += completion.token_ids
-        row.version += [cohort.version] * len(completion.token_ids)
+        row.version += [cohort.version] * count
+        cohort.tally[cohort.version] += count
+        self._sampled[cohort.version] += count
         entries: Any = completion.logprobs or ()
         row.logp += [entry[token].logprob for token, entry in zip(completion.token_ids, entries, strict=True)]
         if output.finished:
@@ -335,8 +386,11 @@ class VllmEngine(Engine):
             for name in [name for name, (_, other) in self._by_request.items() if other is row]:
                 del self._by_request[name]
         elif len(row.token_ids) == cohort.switch:
-            cohort.held.add(row.request)
-            self._scheduler.held.add(row.request)
+            self._hold(cohort, row)
+
+    def _hold(self, cohort: _Cohort, row: _Row) -> None:
+        cohort.held.add(row.request)
+        self._scheduler.held.add(row.request)
 
     # cohorts
 
@@ -345,14 +399,12 @@ class VllmEngine(Engine):
 
     def _next_version(self, cohort: _Cohort) -> int:
         assert cohort.switch is not None
-        return version_at(cohort.tickets[0], cohort.switch)
-
-    def _can_go_on(self, cohort: _Cohort, latest: int) -> bool:
-        return not self._waits(cohort) or self._next_version(cohort) <= latest
+        return version_at(cohort.segments, cohort.switch)
 
     def _finished(self, cohort: _Cohort) -> Iterator[Finished]:
         size = cohort.sampling.rollouts
         for i, ticket in enumerate(cohort.tickets):
+            ticket = replace(ticket, segments=cohort.segments)
             yield Finished(ticket, tuple(_rollout(row) for row in cohort.rows[i * size : (i + 1) * size]))
 
 

@@ -1,27 +1,35 @@
-"""The worker: drives an engine in a thread of its own and runs ahead exactly as far as versions allow.
+"""The worker: drives an engine in a thread of its own, as far ahead as versions or the lag bound allow.
 
-It starts cohorts in the schedule's order and stops at the first one that names an adapter which does not exist yet.
-With a lag of one step or more, generation and training overlap; what is generated does not change.
+Controlled, it starts cohorts in the schedule's order and stops at the first one that names an adapter which does not
+exist yet: with a lag of one step or more generation and training overlap, and what is generated does not change. Live,
+it starts on the newest adapter and swaps in flight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from estr_lite.ledger import Ledger
 from estr_lite.policy.adapter import AdapterStore
-from estr_lite.rollout.engine import Engine, EngineError, Finished, Sampling
+from estr_lite.rollout.engine import Advance, Engine, EngineError, Finished, Sampling
 from estr_lite.rollout.mailbox import Mailbox
-from estr_lite.schedule import Schedule, cohorts
+from estr_lite.rollout.source import Cohort, Source
 from estr_lite.tasks.base import Task, Tokenizer
 from estr_lite.types import Group, Ticket
 
 R = TypeVar("R")
+GRACE = 10.0
+"""Seconds that a thread gets to end before it is given up; it is a daemon, so it cannot keep the process alive."""
 
 
 class CanaryError(EngineError):
@@ -37,18 +45,40 @@ class EngineThread:
     """
 
     def __init__(self, build: Callable[[], Engine], threads: int) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="estr-lite-engine")
-        self._engine = self._pool.submit(self._start, build, threads)
+        self._jobs = queue.SimpleQueue[Callable[[], None] | None]()
+        self._engine = self._enqueue(lambda: self._start(build, threads))
+        self._thread = threading.Thread(target=self._run, name="estr-lite-engine", daemon=True)
+        self._thread.start()
 
     def submit(self, job: Callable[[Engine], R]) -> Future[R]:
         """Run a job on the engine after those before it."""
-        return self._pool.submit(lambda: job(self._engine.result()))
+        return self._enqueue(lambda: job(self._engine.result()))
 
     def close(self) -> None:
-        """Close the engine once the running job has ended, and end the thread."""
+        """Close the engine once the running job has ended, and end the thread; one that hangs is given up."""
+        self._jobs.put(self._close)
+        self._jobs.put(None)
+        self._thread.join(GRACE)
+
+    def _close(self) -> None:
         if not self._engine.exception():
-            self._pool.submit(self._engine.result().close)
-        self._pool.shutdown(wait=True)
+            self._engine.result().close()
+
+    def _enqueue(self, job: Callable[[], R]) -> Future[R]:
+        future = Future[R]()
+
+        def run() -> None:
+            try:
+                future.set_result(job())
+            except BaseException as failure:
+                future.set_exception(failure)
+
+        self._jobs.put(run)
+        return future
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
 
     @staticmethod
     def _start(build: Callable[[], Engine], threads: int) -> Engine:
@@ -56,80 +86,163 @@ class EngineThread:
         return build()
 
 
-class Producer:
-    """The job of a training run: every step's cohorts, decoded, graded and put into the mailbox.
+@dataclass(frozen=True, eq=False)
+class Rules:
+    """What a producer keeps to.
 
     Args:
-        schedule: which tickets.
-        steps: the training steps to serve.
+        source: where the cohorts come from.
         sampling: how to sample them.
+        swap: whether a new version takes over trajectories in flight.
+        patience: seconds that one step of the engine, or one grade, may take.
+    """
+
+    source: Source
+    sampling: Sampling
+    swap: bool
+    patience: float
+
+
+class Producer:
+    """The job of a training run: every cohort decoded, graded and put into the mailbox, every token in the ledger.
+
+    Args:
+        rules: what it keeps to.
+        task: whose grader judges.
+        tokenizer: the grader's.
         mailbox: where versions come from and groups go.
+        ledger: told every token.
+        store: told which versions tickets in flight need.
         canary: called before each engine step with the engine and the newest version.
+        log: told every event, by name and fields.
         delay: called before each engine step; a test puts random sleeps here.
     """
 
     def __init__(
         self,
-        schedule: Schedule,
-        steps: range,
-        sampling: Sampling,
+        rules: Rules,
+        task: Task,
+        tokenizer: Tokenizer,
         mailbox: Mailbox,
+        ledger: Ledger,
+        store: AdapterStore,
         canary: Callable[[Engine, int], None],
+        log: Callable[..., None],
         delay: Callable[[], None] = lambda: None,
     ) -> None:
-        self._schedule, self._steps, self._sampling, self._mailbox = schedule, steps, sampling, mailbox
-        self._canary, self._delay = canary, delay
-        self.generated = 0
-        """Tokens sampled so far."""
+        self._rules, self._task, self._tokenizer, self._mailbox = rules, task, tokenizer, mailbox
+        self._ledger, self._store, self._canary, self._log, self._delay = ledger, store, canary, log, delay
+        self._swapped = -1
+        self._cohorts = 0
 
     def __call__(self, engine: Engine) -> None:
         """Run to the end, or until the mailbox is stopped; a failure is delivered through the mailbox."""
         try:
-            for finished in decode(engine, self._cohorts(engine), self._sampling, self._mailbox, self._before_step):
-                group = grade(finished, self._schedule.task, self._schedule.tokenizer)
-                self.generated += sum(map(len, group.rollouts))
-                self._mailbox.put(group)
+            rules = self._rules
+            for advance in decode(
+                engine, rules.source, rules.sampling, self._mailbox, self._before_step, self._admitted, self._patience
+            ):  # fmt: skip
+                self._deliver(advance)
         except BaseException as failure:
             self._mailbox.fail(failure)
             raise
 
+    def _patience(self, engine: Engine) -> float:
+        return self._rules.patience + engine.patience
+
+    def _admitted(self, cohort: Cohort) -> None:
+        self._store.hold(s.version for ticket in cohort for s in ticket.segments)
+        self._mailbox.flying |= {ticket.seed: ticket for ticket in cohort}
+        tickets = [[t.step, t.slot, t.prompt.uid, t.seed] for t in cohort]
+        self._log("admit", cohort=self._cohorts, version=cohort[0].segments[0].version, tickets=tickets)
+        self._cohorts += 1
+
     def _before_step(self, engine: Engine, latest: int) -> None:
         self._delay()
         self._canary(engine, latest)
+        if self._rules.swap and latest > self._swapped:
+            engine.swap(latest)
+            self._swapped = latest
+            self._log("swap", version=latest, tickets=len(self._mailbox.flying))
 
-    def _cohorts(self, engine: Engine) -> Iterator[tuple[Ticket, ...]]:
-        most = max(1, engine.max_rows // self._sampling.rollouts)
-        for step in self._steps:
-            yield from cohorts(self._schedule.tickets(step), most)
+    def _deliver(self, advance: Advance) -> None:
+        """One engine step into the books, all at once."""
+        for ticket, segment in advance.segments:
+            self._log("segment", seed=ticket.seed, start=segment.start, version=segment.version)
+        graded, waiting = list[Group](), list[Finished]()
+        for finished in advance.finished:
+            if self._task.waits:
+                waiting.append(finished)
+                continue
+            with self._mailbox.promise(self._rules.patience, f"grading {finished.ticket.prompt.uid}"):
+                graded.append(grade(finished, self._task, self._tokenizer))
+        with self._mailbox.lock:
+            if advance.lost:
+                lost = self._ledger.lose("engine")
+                self._log("lost", cause=advance.lost, tokens=sum(lost.values()))
+            self._ledger.advance(advance.sampled, advance.flying, [f.rollouts for f in advance.finished])
+            for finished in advance.finished:
+                begun = self._mailbox.flying.pop(finished.ticket.seed)
+                self._store.release(s.version for s in begun.segments)
+            self._mailbox.grading |= {f.ticket.seed: (f, time.monotonic()) for f in waiting}
+            for group in graded:
+                self._mailbox.put(group)
+        for finished in waiting:
+            self._grade_apart(finished)
+
+    def _grade_apart(self, finished: Finished) -> None:
+        """A thread for every rollout, since their graders wait for something; the last to end delivers the group."""
+        rewards = dict[int, float]()
+
+        def one(index: int) -> None:
+            try:
+                reward = _judge(finished.ticket, finished.rollouts[index].token_ids, self._task, self._tokenizer)
+            except BaseException as failure:
+                self._mailbox.fail(failure)
+                return
+            with self._mailbox.lock:
+                rewards[index] = reward
+                if len(rewards) == len(finished.rollouts):
+                    del self._mailbox.grading[finished.ticket.seed]
+                    self._mailbox.put(_group(finished, [rewards[i] for i in range(len(rewards))]))
+
+        for index in range(len(finished.rollouts)):
+            threading.Thread(target=one, args=(index,), name="estr-lite-grader", daemon=True).start()
 
 
 def decode(
     engine: Engine,
-    cohorts: Iterable[tuple[Ticket, ...]],
+    source: Source,
     sampling: Sampling,
     mailbox: Mailbox,
     before_step: Callable[[Engine, int], None] = lambda engine, latest: None,
-) -> Iterator[Finished]:
-    """Decode cohorts in order, each as soon as its first version exists, waiting at any token whose version does not.
+    admitted: Callable[[Cohort], None] = lambda cohort: None,
+    patience: Callable[[Engine], float] = lambda engine: math.inf,
+) -> Iterator[Advance]:
+    """Decode cohorts in order, each as soon as it may start, waiting at any token whose version does not exist.
 
     Ends early when the mailbox is stopped.
     """
-    pending = iter(cohorts)
-    cohort, running = next(pending, None), 0
-    while (cohort or running) and not mailbox.stopped:
+    running = 0
+    while (running or not source.done) and not mailbox.stopped:
         latest = mailbox.latest
-        while (
-            cohort and cohort[0].segments[0].version <= latest and engine.room(len(cohort) * sampling.rollouts, latest)
-        ):
-            engine.admit(cohort, sampling)
-            cohort, running = next(pending, None), running + len(cohort)
-        if not engine.runnable(latest):
-            mailbox.wait_beyond(latest)
+        with mailbox.promise(patience(engine), "the engine decodes"):
+            while (cohort := source.offer(latest)) and engine.room(len(cohort) * sampling.rollouts, latest):
+                engine.admit(cohort, sampling)
+                with mailbox.lock:
+                    source.admitted()
+                    admitted(cohort)
+                running += len(cohort)
+            busy = engine.needs <= latest
+            if busy:
+                before_step(engine, latest)
+                advance = engine.step(latest)
+        if not busy:
+            full = bool(cohort)  # there was one to start, but no room for it
+            mailbox.wait_beyond(latest, lambda at=latest, full=full: not full and bool(source.offer(at)))
             continue
-        before_step(engine, latest)
-        for finished in engine.step(latest):
-            running -= 1
-            yield finished
+        running -= len(advance.finished)
+        yield advance
 
 
 class Canary:
@@ -172,9 +285,13 @@ class Canary:
 
 def grade(finished: Finished, task: Task, tokenizer: Tokenizer) -> Group:
     """The group with every rollout's reward, judged on its decoded text."""
-    graded = list[float]()
-    for rollout in finished.rollouts:
-        text = tokenizer.decode(rollout.token_ids.tolist(), skip_special_tokens=True)
-        graded.append(task.grade(finished.ticket.prompt.reference, text))
-    pairs = zip(finished.rollouts, graded, strict=True)
+    return _group(finished, [_judge(finished.ticket, r.token_ids, task, tokenizer) for r in finished.rollouts])
+
+
+def _judge(ticket: Ticket, token_ids: Tensor, task: Task, tokenizer: Tokenizer) -> float:
+    return task.grade(ticket.prompt.reference, tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+
+
+def _group(finished: Finished, rewards: Sequence[float]) -> Group:
+    pairs = zip(finished.rollouts, rewards, strict=True)
     return Group(finished.ticket, tuple(replace(rollout, reward=reward) for rollout, reward in pairs))

@@ -41,6 +41,10 @@ class Problem:
 class Task(ABC):
     """Problems of two disjoint splits and their grader; a task holds no randomness but its own seed."""
 
+    waits = False
+    """Whether a grade waits for something outside, a tool or a sandbox: then every rollout's is asked for at once, each
+    in a thread of its own, while the engine goes on."""
+
     @abstractmethod
     def size(self, split: Split) -> int:
         """How many problems the split has."""
