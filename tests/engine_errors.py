@@ -33,7 +33,7 @@ class Errors:
                 logp, spread = rescore(lab, done.ticket.prompt, rollout, kv, temperature)
                 self.logp.append((rollout.logp - logp).abs())
                 self.entropy.append((rollout.entropy - spread).abs())
-                named = [version_at(done.ticket, t) for t in range(len(rollout))]
+                named = [version_at(done.ticket.segments, t) for t in range(len(rollout))]
                 self.tags += sum(a != b for a, b in zip(rollout.version.tolist(), named, strict=True))
 
     @property

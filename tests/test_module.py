@@ -139,8 +139,9 @@ def test_the_step_does_not_depend_on_the_micro_batch(model: PeftModel, stale: li
         write_tensors(model, before)
         fit(module(model, optim=Optim(micro_batch=size)), [as_batch(stale)])
         after.append(read_tensors(model))
-    assert_close(after[0], after[1], atol=1e-6)
-    assert_close(after[0], after[2], atol=1e-6)
+    # AdamW's first step is lr * g / (|g| + 1e-8): where a gradient is next to nothing, the order of a sum shows
+    assert_close(after[0], after[1], atol=1e-5)
+    assert_close(after[0], after[2], atol=1e-5)
     moved = max(float((after[0][name] - before[name]).abs().max()) for name in before)
     assert moved > 1e-4
 

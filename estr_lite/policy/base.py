@@ -84,6 +84,10 @@ def load_base(model: Model, device: torch.device | str = "cpu") -> PreTrainedMod
     )
     base.requires_grad_(False)
     base.eval()
+    if model.quantization == "nf4":
+        from estr_lite.policy.quantized import keep_trainable
+
+        keep_trainable(base)
     return base if model.quantization == "nf4" else base.to(torch.device(device))  # pyright: ignore[reportArgumentType]
 
 

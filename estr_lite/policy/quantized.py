@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
 
 def nf4_config() -> BitsAndBytesConfig:
@@ -18,3 +18,16 @@ def nf4_config() -> BitsAndBytesConfig:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
+
+
+def keep_trainable(base: PreTrainedModel) -> None:
+    """Forbid bitsandbytes to repack the weights for inference, which it does in eval mode on a CPU with AVX512-BF16.
+
+    It would do so in place, although trainer and engine share the weights, and no gradient passes a repacked layer
+    (bitsandbytes 0.50, `Linear4bit.forward` and `matmul_4bit`).
+    """
+    from bitsandbytes.nn.modules import Linear4bit
+
+    for layer in base.modules():
+        if isinstance(layer, Linear4bit):
+            layer.support_avx512bf16_for_cpu = False
