@@ -113,7 +113,8 @@ class Producer:
         mailbox: where versions come from and groups go.
         ledger: told every token.
         store: told which versions tickets in flight need.
-        canary: called before each engine step with the engine and the newest version.
+        canary: called after each engine step with the engine and the newest version; what the step sampled is
+            delivered only if it passes.
         log: told every event, by name and fields.
         delay: called before each engine step; a test puts random sleeps here.
     """
@@ -142,6 +143,10 @@ class Producer:
             for advance in decode(
                 engine, rules.source, rules.sampling, self._mailbox, self._before_step, self._admitted, self._patience
             ):  # fmt: skip
+                for ticket, segment in advance.segments:
+                    self._log("segment", seed=ticket.seed, start=segment.start, version=segment.version)
+                with self._mailbox.promise(self._patience(engine), "the engine scores the probe"):
+                    self._canary(engine, self._mailbox.latest)  # after the step, which a swap should not delay
                 self._deliver(advance)
         except BaseException as failure:
             self._mailbox.fail(failure)
@@ -159,7 +164,6 @@ class Producer:
 
     def _before_step(self, engine: Engine, latest: int) -> None:
         self._delay()
-        self._canary(engine, latest)
         if self._rules.swap and latest > self._swapped:
             engine.swap(latest)
             self._swapped = latest
@@ -167,8 +171,6 @@ class Producer:
 
     def _deliver(self, advance: Advance) -> None:
         """One engine step into the books, all at once."""
-        for ticket, segment in advance.segments:
-            self._log("segment", seed=ticket.seed, start=segment.start, version=segment.version)
         graded, waiting = list[Group](), list[Finished]()
         for finished in advance.finished:
             if self._task.waits:
