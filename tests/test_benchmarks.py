@@ -75,3 +75,39 @@ def test_objective_cost() -> None:
     assert found["per_objective"].keys() == {kind.__name__ for kind in CATALOGUE}
     assert found["share_of_step"] == max(found["per_objective"].values())
     assert 0 < found["share_of_step"] < 1
+
+
+def test_publish() -> None:
+    found = quick("publish")
+    one = found["per_engine"]["transformers keep"]
+    assert 0 < one["to_swap_ms"] < found["median_ms"] <= found["p99_ms"]
+    assert one["publishes"] + one["nothing_in_flight"] == found["steps"]
+
+
+def test_endurance() -> None:
+    found = quick("endurance")
+    assert found["publishes"] == 80
+    assert abs(found["rss_growth_mb"]) < found["rss_mb"] / 2
+    assert found["speed_drift"] > -1
+
+
+def test_faults() -> None:
+    found = quick("faults")
+    assert found["identical"] == found["controlled_kills"] == 2
+    assert found["ledger_balanced"] == found["live_kills"] == 2
+    assert found["engine_handled"] == found["engine_faults"] == 1
+    assert found["hangs"] == found["orphans"] == found["litter"] == 0
+
+
+def test_live_speedup() -> None:
+    found = quick("live_speedup")
+    assert found["ratio"] > 0 and found["ratio_no_latency"] > 0
+    assert len(found["sync_tokens"]) == len(found["live_tokens"]) == 1
+    assert 0 <= found["live_lag"][0] <= found["max_lag"]
+
+
+def test_overlap() -> None:
+    found = quick("overlap", "--engines", "transformers")
+    one = found["per_engine"]["transformers"]
+    assert found["trainer_ratio"] == one["trainer_ratio"] > 0
+    assert found["engine_ratio"] == one["engine_ratio"] > 0
