@@ -113,8 +113,8 @@ class Producer:
         mailbox: where versions come from and groups go.
         ledger: told every token.
         store: told which versions tickets in flight need.
-        canary: called after each engine step with the engine and the newest version; what the step sampled is
-            delivered only if it passes.
+        canary: called after each engine step with the engine and the newest version that the step had; what the step
+            sampled is delivered only if it passes.
         log: told every event, by name and fields.
         delay: called before each engine step; a test puts random sleeps here.
     """
@@ -133,7 +133,7 @@ class Producer:
     ) -> None:
         self._rules, self._task, self._tokenizer, self._mailbox = rules, task, tokenizer, mailbox
         self._ledger, self._store, self._canary, self._log, self._delay = ledger, store, canary, log, delay
-        self._swapped = -1
+        self._swapped = self._stepped = -1  # newest version swapped to, and that a step has had
         self._cohorts = 0
 
     def __call__(self, engine: Engine) -> None:
@@ -146,7 +146,7 @@ class Producer:
                 for ticket, segment in advance.segments:
                     self._log("segment", seed=ticket.seed, start=segment.start, version=segment.version)
                 with self._mailbox.promise(self._patience(engine), "the engine scores the probe"):
-                    self._canary(engine, self._mailbox.latest)  # after the step, which a swap should not delay
+                    self._canary(engine, self._stepped)  # after the step, so that no trajectory waits for it
                 self._deliver(advance)
         except BaseException as failure:
             self._mailbox.fail(failure)
@@ -164,6 +164,7 @@ class Producer:
 
     def _before_step(self, engine: Engine, latest: int) -> None:
         self._delay()
+        self._stepped = latest
         if self._rules.swap and latest > self._swapped:
             engine.swap(latest)
             self._swapped = latest
