@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from estr_lite.objectives import KeepAll
@@ -48,6 +50,38 @@ class InterruptingTask(GradingTask):
 
     def effect(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)
+
+
+class TerminatingTask(GradingTask):
+    """Somebody, or the machine going down, sends SIGTERM."""
+
+    def effect(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class FullDiskTask(GradingTask):
+    """The disk under the event log is full from here on: the kernel itself says so, by /dev/full."""
+
+    def effect(self) -> None:
+        for entry in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):
+                if entry.readlink().name == "events.jsonl":
+                    full = os.open("/dev/full", os.O_WRONLY)
+                    os.dup2(full, int(entry.name))
+                    os.close(full)
+
+
+class HangingTask(GradingTask):
+    """The grader does not return for longer than anybody waits."""
+
+    def effect(self) -> None:
+        time.sleep(25)  # the thread that is given up ends with the tests
+
+
+class HangingTool(HangingTask):
+    """The same, in a thread of its own."""
+
+    waits = True
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pytest
 
-from estr_lite.rollout.mailbox import Mailbox, RolloutError, Stopped
+from estr_lite.rollout.mailbox import Mailbox, RolloutError, Silence, Stopped
 from tests.builders import make_group
 
 R = TypeVar("R")
@@ -134,3 +134,21 @@ def test_many_groups_from_many_threads_all_arrive() -> None:
                 pool.submit(mailbox.put, make_group(step, slot))
         for step in range(5, 5 + steps):
             assert [g.ticket.slot for g in mailbox.take(step, slots)] == list(range(slots))
+
+
+def test_a_promise_that_is_broken_is_told_by_what_was_being_done() -> None:
+    mailbox = Mailbox()
+    with mailbox.promise(0.1, "the engine decodes"), pytest.raises(RolloutError, match="the engine decodes") as error:
+        mailbox.take(3, 1)
+    assert isinstance(error.value.__cause__, Silence)
+
+
+def test_a_worker_that_stands_idle_has_promised_nothing() -> None:
+    mailbox = Mailbox()
+    with mailbox.promise(0.1, "the engine decodes"):
+        pass
+    taken = in_thread(lambda: mailbox.take(5, 1))
+    time.sleep(0.5)
+    assert not taken.done()
+    mailbox.put(make_group(5))
+    assert len(taken.result(PATIENCE)) == 1
