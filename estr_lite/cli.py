@@ -189,11 +189,11 @@ def _run(config: Config, resolved: str, again: bool = False) -> None:
     console = Console()
     result = train(config, console, resolved, again=again)
     console.print(_before_after(result))
-    console.print(f"run folder {result.run}", highlight=False)
+    console.print(f"run folder {result.run}", highlight=False, markup=False, soft_wrap=True)
     if result.interrupted:
+        left = f" To go on: estr-lite resume {result.run}" if result.steps < config.steps else ""
         console.print(
-            f"{result.interrupted} after step {result.steps} of {config.steps}; the checkpoint is saved. "
-            f"To go on: estr-lite resume {result.run}",
+            f"{result.interrupted} after step {result.steps} of {config.steps}; the checkpoint is saved.{left}",
             highlight=False,
             soft_wrap=True,
         )

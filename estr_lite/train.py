@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 
 from estr_lite.build import (
@@ -96,7 +97,7 @@ def train(
     run = RunFolder(run_path(config), again)
 
     def tell(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
+        console.print(text, highlight=False, markup=False, soft_wrap=True)  # a path that is cut cannot be copied
 
     try:
         checkpoints = Checkpoints(run.path / "checkpoints", config.checkpoint.keep, identity(config), tell)
@@ -288,6 +289,8 @@ def _fit(
         warnings.filterwarnings("ignore", ".*(num_workers|many workers|IterableDataset|Experiment logs|eval mode).*")
         try:
             _trainer(config, run, callbacks, start).fit(module, train_dataloaders=stream)
+        except SIGTERMException:  # Lightning's own, between two steps; ours has asked the mailbox to stop
+            pass
         except SystemExit as end:  # what Lightning makes of a second Ctrl-C
             raise KeyboardInterrupt from end
 

@@ -52,13 +52,6 @@ class InterruptingTask(GradingTask):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-class TerminatingTask(GradingTask):
-    """Somebody, or the machine going down, sends SIGTERM."""
-
-    def effect(self) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 class FullDiskTask(GradingTask):
     """The disk under the event log is full from here on: the kernel itself says so, by /dev/full."""
 
@@ -91,12 +84,20 @@ class InterruptingObjective(KeepAll):
     step: int = 1
     calls: Any = field(init=False, repr=False, compare=False)
 
+    sent = (signal.SIGINT, signal.SIGINT)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "calls", count())
 
     def __call__(self, evidence: Evidence) -> Correction:
         if next(self.calls) == self.step:
-            for _ in range(2):
-                os.kill(os.getpid(), signal.SIGINT)
+            for one in self.sent:
+                os.kill(os.getpid(), one)
                 time.sleep(0)  # the handler runs between two bytecodes
         return super().__call__(evidence)
+
+
+class TerminatingObjective(InterruptingObjective):
+    """The machine goes down: SIGTERM, once."""
+
+    sent = (signal.SIGTERM,)

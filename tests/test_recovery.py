@@ -24,7 +24,7 @@ from tests.runs import TINY, call, one_line, scratch
 
 STEPS = 4
 RUN = (*TINY, "--steps", STEPS, "--mode", "Synchronous", "--sampling.max_tokens", 16, "--optim.lr", 1e-2)
-RUN = (*RUN, "--checkpoint.every", 1, "--log.rollouts_every", 1)
+RUN = (*RUN, "--checkpoint.every", 1, "--log.rollouts_every", 1, "--objective", "estr_lite.objectives.KeepAll")
 LIVE = (*RUN, "--mode", "Live", "--mode.max_lag", 2)
 AT = ("--task.call", 13)  # of 16 grades: three steps are trained by then, and too few are left for another effect
 
@@ -64,7 +64,8 @@ def live() -> Path:
 
 def terminated(run: Path) -> Path:
     """A run that SIGTERM ended after three steps."""
-    assert call("train", *RUN, "--task", "tests.failing.TerminatingTask", *AT, "--run", run) == 0
+    objective = ("--objective", "tests.failing.TerminatingObjective", "--objective.step", 2)  # of the three, the last
+    assert call("train", *RUN, *objective, "--run", run) == 0
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
     return run
 
@@ -94,7 +95,7 @@ def tear(checkpoint: Path) -> None:
 def exchange(checkpoint: Path) -> None:
     """Somebody put another run's in its place."""
     other = new()
-    assert call("train", *RUN, "--seed", 1, "--run", other) == 0
+    assert call("train", *RUN, "--seed", 1, "--checkpoint.keep", STEPS, "--run", other) == 0
     shutil.rmtree(checkpoint)
     shutil.copytree(other / "checkpoints" / checkpoint.name, checkpoint)
 
