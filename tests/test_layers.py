@@ -12,7 +12,7 @@ import estr_lite
 
 ROOT = Path(estr_lite.__file__).parent
 LAYERS = [
-    {"types", "seeds", "checks", "run_folder", "metrics_file"},
+    {"__init__", "types", "seeds", "checks", "run_folder", "metrics_file"},
     {
         *("objectives", "advantages", "loss", "diagnostics", "ledger", "codec"),
         *("staleness", "distribution", "tasks", "rollout.engine"),
