@@ -161,8 +161,24 @@ def _until(so: Callable[[], bool], seconds: float) -> bool:
 # kills
 
 CONFIG, EVENTS = "config.yaml", "events.jsonl"
-LENGTHS: dict[tuple[object, ...], float] = {}
-"""Seconds that a command takes from the first of that file to its end."""
+LENGTHS: dict[tuple[str, object], float] = {}
+"""Seconds from the first of that file to the end of a run with its engine there (own, shared)."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL at a moment (0 to 1) of the training, or of the `whole` run from its configuration on."""
+
+    argv: tuple[object, ...]
+    folder: Path
+    moment: float
+    whole: bool
+    live: bool
+    """Then the books must balance; else the run must leave what one without a kill leaves."""
+
+    def __str__(self) -> str:
+        how = f"live {self.argv[-7]} {self.argv[-5]}" if self.live else "controlled"
+        return f"{how}, {self.argv[-1]}"
 
 
 @dataclass(frozen=True)
@@ -175,26 +191,29 @@ class Killed:
     """Steps that were done when the kill came."""
     orphan: bool
     litter: bool
-    run: Path
+    right: bool
+    """Ended, and identical or balanced."""
 
     @property
     def well(self) -> bool:
-        return self.code == 0 and not self.orphan and not self.litter
+        return self.right and not self.orphan and not self.litter
+
+    def __str__(self) -> str:
+        return f"after {self.at} steps, {'well' if self.well else repr(self)}"
 
 
-def kill_and_resume(argv: Sequence[object], folder: Path, moment: float, whole: bool) -> Killed:
-    """SIGKILL at a moment (0 to 1) of the training, or of the `whole` run from its configuration on; then resume.
+def kill_and_resume(kill: Kill, expected: tuple[bytes, str]) -> Killed:
+    """Kill and resume; a run that was over by then is started again with an earlier moment.
 
-    How long either takes is what it took the last time; a run that was over by then is started again with an earlier
-    moment.
+    How long a run takes is what it took the last time.
     """
-    run = folder / "run"
-    where = CONFIG if whole else EVENTS
-    key = (where, *argv)
+    run, moment = kill.folder / "run", kill.moment
+    where = CONFIG if kill.whole else EVENTS
+    key = (where, kill.argv[-1])
     while True:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        started = launch(["train", *argv, "--run", run], folder / "train.txt")
+        shutil.rmtree(kill.folder, ignore_errors=True)
+        kill.folder.mkdir()
+        started = launch(["train", *kill.argv, "--run", run], kill.folder / "train.txt")
         began = _begun(started, run / where)
         started.over_within(moment * LENGTHS.get(key, 1.0))
         if not started.over:
@@ -205,9 +224,11 @@ def kill_and_resume(argv: Sequence[object], folder: Path, moment: float, whole: 
     started.kill()
     at = len(_events(run, "step"))
     orphan = started.family_left
-    resumed = launch(["resume", run], folder / "resume.txt")
+    resumed = launch(["resume", run], kill.folder / "resume.txt")
     code = resumed.wait(PATIENCE)
-    return Killed(code, at, orphan or resumed.family_left, bool(scratch(started.pid) + scratch(resumed.pid)), run)
+    orphan |= resumed.family_left
+    right = code == 0 and (balanced(run) if kill.live else leavings(run) == expected)
+    return Killed(code, at, orphan, bool(scratch(started.pid) + scratch(resumed.pid)), right)
 
 
 def leavings(run: Path) -> tuple[bytes, str]:
@@ -249,7 +270,7 @@ def undisturbed(argv: Sequence[object], folder: Path) -> Path:
     code = started.wait(PATIENCE)
     if code != 0:
         raise RuntimeError(f"the run without faults ended with {code}: {started.output.read_text()}")
-    LENGTHS.update({(where, *argv): time.monotonic() - at for where, at in began.items()})
+    LENGTHS.update({(where, argv[-1]): time.monotonic() - at for where, at in began.items()})
     return run
 
 
@@ -285,6 +306,9 @@ class Handled:
     """Until it was seen, beyond the bound."""
     hang: bool
     orphan: bool
+
+    def __str__(self) -> str:
+        return f"{'handled' if self.well else 'NOT handled'}, seen after {self.seconds:.2f} s"
 
 
 CAUSES: dict[Kind, str] = {
