@@ -79,7 +79,7 @@ class RemoteEngine(Engine):
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._spec, self._store, self._threads, self._watch, self._tell = spec, store, threads, watch, tell
-        self.patience = watch.patience
+        self.patience, store.files = watch.patience, True
         self._cohorts: dict[int, tuple[Sequence[Ticket], Sampling]] = {}  # in flight, by the seed of the first ticket
         self._swapped = -1
         self._restarts = 0
@@ -152,8 +152,10 @@ class RemoteEngine(Engine):
         while True:
             try:
                 return self._attempt(header, tensors or {})
-            except EngineLost as loss:
-                self._restart(loss)
+            except EngineLost as failure:
+                loss: EngineLost | None = failure
+            while loss:
+                loss = self._restart(loss)
 
     def _attempt(
         self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]
@@ -211,8 +213,8 @@ class RemoteEngine(Engine):
             raise EngineError(_sentence(loss)) from loss
         self.max_rows, self.lanes = int(hello["max_rows"]), int(hello["lanes"])
 
-    def _restart(self, loss: EngineLost) -> None:
-        """Another child with the same cohorts in flight."""
+    def _restart(self, loss: EngineLost) -> EngineLost | None:
+        """Another child with the same cohorts in flight; how that one was lost, where it does not take them."""
         self._kill()
         self._restarts += 1
         if self._restarts > self._watch.restarts:
@@ -227,7 +229,10 @@ class RemoteEngine(Engine):
             if self._swapped >= 0:  # live: under the newest
                 newest = turn(tickets[0].segments, 0, max(self._swapped, tickets[0].segments[0].version))
                 tickets = [replace(ticket, segments=newest) for ticket in tickets]
-            self._attempt(_admission(tickets, sampling), {})
+            try:
+                self._attempt(_admission(tickets, sampling), {})
+            except EngineLost as again:
+                return again
         self._tell(f"The engine is back after {time.monotonic() - began:.1f} s.")
 
     def _kill(self) -> None:
