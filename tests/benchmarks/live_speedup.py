@@ -101,7 +101,7 @@ def main() -> None:
     arguments.add_argument("--max-lag", type=int, default=4)
     args = arguments.parse_args()
     quiet()
-    prompts, steps, plain, turns = (4, 3, 3, 1) if args.quick else (16, 8, 20, 3)
+    prompts, steps, plain, turns = (4, 3, 3, 1) if args.quick else (16, 6, 12, 3)
     base = Config(
         engine=args.engine,
         prompts=prompts,
