@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,10 +34,17 @@ PLAIN_EVERY = 10.0  # seconds between progress lines where there is no terminal
 
 
 def publish(model: PeftModel, version: int, store: AdapterStore, mailbox: Mailbox, probe: Tensor) -> None:
-    """Put the adapter as it is into the store as `version`, with its canary score, then announce it."""
-    scored = score_sequence(causal_lm(model), probe.to(model.device)).cpu()
+    """Put the adapter as it is into the store as `version` and announce it; then score the canary's probe."""
+    scored = Future[Tensor]()
     store.add(Adapter(version, read_tensors(model), scored))
     mailbox.announce(version)
+    if store.files:
+        store.write(version)  # while the engine ends the step that it is in
+    try:
+        scored.set_result(score_sequence(causal_lm(model), probe.to(model.device)).cpu())
+    except BaseException as failure:
+        scored.set_exception(failure)  # a canary may be waiting for it
+        raise
 
 
 class Publish(Callback):

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from estr_lite.codec import pack, pack_rollouts, unpack, unpack_rollouts
-from estr_lite.policy.adapter import Adapter
+from estr_lite.policy.adapter import Adapter, known
 from estr_lite.types import Group
 
 FORMAT = 1
@@ -178,7 +178,7 @@ class Checkpoints:
 def _adapter(data: bytes) -> tuple[int, Adapter]:
     header, tensors = unpack(data)
     probe = tensors.pop(PROBE)
-    return header["version"], Adapter(header["version"], tensors, probe)
+    return header["version"], Adapter(header["version"], tensors, known(probe))
 
 
 def _entry(data: bytes) -> dict[str, Any]:

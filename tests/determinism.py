@@ -25,7 +25,7 @@ from estr_lite.loss import policy_loss
 from estr_lite.module import Optim
 from estr_lite.objectives import Estr, Grpo, IcePop
 from estr_lite.objectives.base import Objective
-from estr_lite.policy.adapter import Adapter, causal_lm, read_tensors, save
+from estr_lite.policy.adapter import Adapter, causal_lm, known, read_tensors, save
 from estr_lite.policy.base import stop_tokens
 from estr_lite.policy.score import score
 from estr_lite.rollout.engine import Sampling
@@ -147,7 +147,7 @@ def _loop(config: Config, parts: Parts) -> None:
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / config.steps)
     for step in range(config.steps):
         torch.set_num_threads(engine_cores)
-        parts.store.add(Adapter(step, read_tensors(model), probe_logp=torch.empty(0)))
+        parts.store.add(Adapter(step, read_tensors(model), known(torch.empty(0))))
         groups = list[Group]()
         for cohort in cohorts(schedule.tickets(step), engine.max_rows // sampling.rollouts):
             engine.admit(cohort, sampling)

@@ -19,7 +19,7 @@ from estr_lite.build import Parts, engine_builder, prepare
 from estr_lite.config import Config
 from estr_lite.distribution import entropy, log_softmax
 from estr_lite.module import PolicyModule
-from estr_lite.policy.adapter import Adapter, lora_parameters, write_tensors
+from estr_lite.policy.adapter import Adapter, known, lora_parameters, write_tensors
 from estr_lite.policy.score import score_sequence
 from estr_lite.rollout.engine import Engine, Finished, Sampling
 from estr_lite.rollout.mailbox import Mailbox
@@ -126,7 +126,7 @@ def add_version(parts: Parts, version: int, scale: float) -> None:
     write_tensors(parts.model, tensors)
     probe = score_sequence(parts.model.get_base_model(), parts.probe)  # pyright: ignore[reportArgumentType]
     write_tensors(parts.model, base)
-    parts.store.add(Adapter(version, tensors, probe))
+    parts.store.add(Adapter(version, tensors, known(probe)))
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import estr_lite
 from estr_lite.checkpoint import BUFFER, MANIFEST, STATE, TENSORS, Checkpoint, Checkpoints
 from estr_lite.codec import pack, pack_rollouts
-from estr_lite.policy.adapter import Adapter
+from estr_lite.policy.adapter import Adapter, known
 from tests.builders import make_group
 
 ROOT = Path(estr_lite.__file__).parents[1]
@@ -35,7 +35,7 @@ posix = pytest.mark.skipif(os.name != "posix", reason="needs fork and resource l
 
 def make_adapter(version: int) -> Adapter:
     tensors = {"layer.lora_A.weight": torch.full((2, 8), float(version)), "layer.lora_B.weight": torch.ones(8, 2)}
-    return Adapter(version, tensors, torch.tensor([-1.5, -float(version)]))
+    return Adapter(version, tensors, known(torch.tensor([-1.5, -float(version)])))
 
 
 def make_checkpoint(step: int, versions: tuple[int, ...] = (), text: str = "state") -> Checkpoint:

@@ -195,7 +195,7 @@ def test_the_canary_passes_a_right_adapter_and_names_the_version_of_a_wrong_one(
     assert canary.worst < TOLERANCE
 
     right = lab.parts.store[4]  # told what version 5 scores, as if version 5 had not arrived in the engine
-    lab.parts.store.add(replace(right, probe_logp=lab.parts.store[5].probe_logp))
+    lab.parts.store.add(replace(right, scored=lab.parts.store[5].scored))
     try:
         with pytest.raises(CanaryError, match="version 4"):
             lab.thread.submit(lambda engine: canary(engine, 4)).result()

@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -51,11 +52,26 @@ class Lora:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """One version of the adapter and what a fixed probe scores under it in the trainer (the canary's truth)."""
+    """One version of the adapter and what a fixed probe scores under it in the trainer (the canary's truth).
+
+    The trainer scores the probe after it has announced the version, so that an engine may begin meanwhile.
+    """
 
     version: int
     tensors: Mapping[str, Tensor]  # PEFT's names, float32 on CPU
-    probe_logp: Tensor  # (N-1)
+    scored: Future[Tensor]
+
+    @property
+    def probe_logp(self) -> Tensor:
+        """(N-1) the probe's log-probabilities; waits until they are there."""
+        return self.scored.result()
+
+
+def known(probe_logp: Tensor) -> Future[Tensor]:
+    """A score that is there already."""
+    future = Future[Tensor]()
+    future.set_result(probe_logp)
+    return future
 
 
 def attach(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
@@ -166,6 +182,8 @@ class AdapterStore:
         self._versions: dict[int, Adapter] = {}
         self._holds = Counter[int]()
         self._lock = threading.Lock()
+        self.files = False
+        """Whether another process reads the versions from their folders."""
 
     def add(self, adapter: Adapter) -> None:
         self._versions[adapter.version] = adapter
